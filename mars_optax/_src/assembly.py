@@ -1,0 +1,101 @@
+"""From a rule for matrices and one for vectors to an optimizer: partition, decay, learning rate."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from mars_optax._src import checks, partition, run, types
+from mars_optax._src.leaf import precision
+
+
+def optimizer(
+    name: str,
+    matrix_rule: Callable[[types.WeightDimensionNumbers], optax.GradientTransformation],
+    vector_rule: optax.GradientTransformation | None,
+    *,
+    learning_rate: types.ScalarOrSchedule,
+    weight_decay: types.ScalarOrSchedule,
+    learning_rate_1d: types.ScalarOrSchedule | None,
+    weight_decay_1d: types.ScalarOrSchedule | None,
+    mask: types.Mask | None,
+    weight_dimension_numbers: types.WeightDimensionNumbers,
+    default: partition.DefaultRule,
+) -> optax.GradientTransformationExtraArgs:
+    """Gives matrices and vectors their rule, their decay and their learning rate.
+
+    Args:
+      name: The public name, for errors.
+      matrix_rule: Makes the transformation of the matrices from their dimension numbers.
+      vector_rule: The transformation of the vectors, or None where the matrix rule takes
+        all leaves.
+      learning_rate: Of the matrices.
+      weight_decay: Of the matrices.
+      learning_rate_1d: Of the vectors; None for `learning_rate`.
+      weight_decay_1d: Of the vectors; None for `weight_decay`.
+      mask: Which leaves decay, as in :func:`optax.adamw`.
+      weight_dimension_numbers: Which leaves are matrices, and their axes.
+      default: That rule by a leaf's rank, where `weight_dimension_numbers` is None.
+    """
+    checks.scalar_or_schedule("learning_rate", learning_rate)
+    checks.scalar_or_schedule("weight_decay", weight_decay)
+    if learning_rate_1d is None:
+        learning_rate_1d = learning_rate
+    if weight_decay_1d is None:
+        weight_decay_1d = weight_decay
+    checks.scalar_or_schedule("learning_rate_1d", learning_rate_1d)
+    checks.scalar_or_schedule("weight_decay_1d", weight_decay_1d)
+    decays = {"weight_decay": weight_decay}
+    if vector_rule is not None:
+        decays["weight_decay_1d"] = weight_decay_1d
+    matrix_rule(None)  # A wrong argument of the rule fails here, not at `init`.
+
+    def chain_for(tree: Any) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of a tree of these shapes: rules by name and masks see it as a whole."""
+        decay_mask = mask
+        # The placeholder of `optax.tree.map_params` has no leaves, and is its own mask.
+        if checks.is_tree_function(mask):
+            decay_mask = mask(tree) if jax.tree.leaves(tree) else tree
+
+        def finished(
+            rule: optax.GradientTransformation, rate: Any, decay: Any
+        ) -> optax.GradientTransformationExtraArgs:
+            return optax.chain(
+                rule,
+                optax.add_decayed_weights(decay, decay_mask),
+                optax.scale_by_learning_rate(rate),
+            )
+
+        if vector_rule is None:
+            return finished(matrix_rule(weight_dimension_numbers), learning_rate, weight_decay)
+        axes = partition.resolve_axes(weight_dimension_numbers, tree, default)
+        labels = jax.tree.map(lambda a: "matrix" if a.is_matrix else "vector", axes)
+        matrix_numbers = jax.tree.map(
+            lambda a: a.dimension_numbers if a.is_matrix else optax.MaskedNode(), axes
+        )
+        matrix = finished(matrix_rule(matrix_numbers), learning_rate, weight_decay)
+        vector = finished(vector_rule, learning_rate_1d, weight_decay_1d)
+        return optax.partition({"matrix": matrix, "vector": vector}, labels)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        return chain_for(params).init(params)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        checks.needs_params(params, name, decays)
+        # Without decay nothing reads the parameters but the dtypes of the result.
+        like = updates if params is None else params
+        # Decay and learning rate, too, are applied in at least float32, and rounded once.
+        wide_updates = jax.tree.map(precision.widen, updates)
+        wide_params = jax.tree.map(precision.widen, like)
+        direction, new_state = chain_for(updates).update(
+            wide_updates, state, wide_params, **extra_args
+        )
+        return run.narrow(direction, like), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

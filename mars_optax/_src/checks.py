@@ -1,0 +1,233 @@
+"""Checks of arguments and the wording of their errors: expected, got, what to do.
+
+A number is checked only where it is one when the transformation is built: an array or a tracer, as
+`optax.inject_hyperparams` and `jax.vmap` pass them, has no value yet.
+"""
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _numeric(name: str, value: Any, *, or_schedule: bool = False) -> None:
+    """Raises unless `value` is a number, an array or, where allowed, a schedule."""
+    if _is_number(value) or isinstance(value, jax.Array | np.ndarray | np.generic):
+        return
+    if or_schedule and callable(value):
+        return
+    kinds = "a number, an array or a schedule" if or_schedule else "a number or an array"
+    raise TypeError(f"`{name}`: expected {kinds}, got {value!r}. Pass {kinds}.")
+
+
+def scalar_or_schedule(name: str, value: Any) -> None:
+    """A learning rate, a weight decay, or gamma: any number is allowed."""
+    _numeric(name, value, or_schedule=True)
+
+
+def decay_rate(name: str, value: Any) -> None:
+    """The decay rate of a moving average, in [0, 1)."""
+    _numeric(name, value)
+    if _is_number(value) and not 0 <= value < 1:
+        raise ValueError(
+            f"`{name}`: expected a decay rate in [0, 1), got {value!r}. Pass a number such as 0.95."
+        )
+
+
+def non_negative(name: str, value: Any) -> None:
+    """An epsilon, at least 0."""
+    _numeric(name, value)
+    if _is_number(value) and not value >= 0:
+        raise ValueError(
+            f"`{name}`: expected a number >= 0, got {value!r}. Pass a number such as 1e-8."
+        )
+
+
+def max_norm(value: Any, name: str = "max_norm") -> None:
+    """The bound of a clip: positive, or None for no clip."""
+    if value is None:
+        return
+    _numeric(name, value)
+    if _is_number(value) and not value > 0:
+        raise ValueError(
+            f"`{name}`: expected a number > 0 or None, got {value!r}. Pass None to turn the "
+            "clipping off."
+        )
+
+
+def steps(name: str, value: Any) -> None:
+    """A number of iterations: an integer >= 0."""
+    _numeric(name, value)
+    is_integer = jnp.issubdtype(jnp.result_type(value), jnp.integer) and jnp.ndim(value) == 0
+    if not is_integer or (_is_number(value) and value < 0):
+        raise ValueError(
+            f"`{name}`: expected an integer >= 0, got {value!r}. Pass a number of steps such as 5."
+        )
+
+
+def choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """One of a few values."""
+    if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):
+        raise ValueError(
+            f"`{name}`: expected one of {', '.join(map(repr, allowed))}, got {value!r}. Pass one "
+            "of these."
+        )
+
+
+def flag(name: str, value: Any) -> None:
+    """True or False; a flag decides what is compiled, so it cannot be an array."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"`{name}`: expected True or False, got {value!r}. Pass one of these.")
+
+
+def optional_callable(name: str, value: Any) -> None:
+    """A function, or None."""
+    if value is not None and not callable(value):
+        raise TypeError(
+            f"`{name}`: expected a function or None, got {value!r}. Pass a function of one array."
+        )
+
+
+def float_dtype(name: str, value: Any) -> jnp.dtype | None:
+    """The floating-point dtype that `value` names, or None for None.
+
+    `optax.inject_hyperparams` takes the callable `jnp.bfloat16` for a schedule and passes the array
+    `jnp.bfloat16(count)` in its place: the dtype of an array is what was meant.
+    """
+    if value is None:
+        return None
+    advice = "Pass a floating-point dtype, best as a string such as 'bfloat16'."
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        dtype = jnp.dtype(value.dtype)
+    else:
+        try:
+            dtype = jnp.dtype(value)
+        except TypeError as error:
+            raise TypeError(f"`{name}`: expected a dtype, got {value!r}. {advice}") from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`{name}`: expected a floating-point dtype, got {value!r}. {advice}")
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def xla_only(implementation: Any) -> None:
+    """What executes the steps: so far XLA alone."""
+    choice("implementation", implementation, (None, "xla", "pallas"))
+    if implementation == "pallas":
+        raise NotImplementedError(
+            "`implementation`: there is no Pallas kernel in this version. Pass 'xla', or None to "
+            "take what there is."
+        )
+
+
+def approximate_only(correction: Any, keep_prev_grad: Any) -> None:
+    """Which forms of the correction there are: so far the approximate one and none."""
+    choice("correction", correction, ("approx", "exact", "none"))
+    if correction == "exact":
+        raise NotImplementedError(
+            "`correction`: exact mode is not in this version. Pass 'approx' for the previous "
+            "step's gradient, or 'none' for no correction."
+        )
+    flag("keep_prev_grad", keep_prev_grad)
+    if not keep_prev_grad:
+        raise NotImplementedError(
+            "`keep_prev_grad`: the form without the previous gradient is not in this version. Pass "
+            "True; `prev_grad_dtype` makes the buffer smaller."
+        )
+
+
+def inexact_leaves(params: Any) -> None:
+    """Parameters are real or complex floating-point numbers; anything else has no gradient."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"Parameter '{path_string(path)}': expected a real or complex floating-point "
+                f"array, got dtype {dtype}. Leave it out of the parameters, or mask it out with "
+                "`optax.masked` or `optax.partition`."
+            )
+
+
+def needs_params(params: Any, name: str, decays: dict[str, Any]) -> None:
+    """`update` cannot do without the parameters where some of them decay."""
+    if params is not None:
+        return
+    for argument, value in decays.items():
+        if not (_is_number(value) and value == 0):
+            raise ValueError(
+                f"`params`: expected the parameters, got None, and `{argument}`={value!r} of "
+                f"`{name}` decays them. Call `update(grads, state, params)`, or set "
+                f"`{argument}=0.0`."
+            )
+
+
+def path_string(path: tuple[Any, ...]) -> str:
+    """A leaf's path, its keys joined by '/'; Flax NNX's closing 'value' of a variable left out."""
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_tree_function(value: Any) -> bool:
+    """Whether `value` is a function of a tree, rather than a tree that happens to be callable.
+
+    Equinox modules are trees and may be callable; a function is a leaf.
+    """
+    if isinstance(value, jax.tree_util.Partial):
+        return True
+    return callable(value) and jax.tree_util.treedef_is_leaf(jax.tree.structure(value))
+
+
+def coefficients(value: Any, steps: Any, presets: dict[str, Any]) -> Any:
+    """The Newton-Schulz coefficients as a table with a triple (a, b, c) in each row."""
+    if isinstance(value, str):
+        if value not in presets:
+            raise ValueError(
+                f"`ns_coeffs`: expected one of the presets {', '.join(map(repr, presets))}, got "
+                f"{value!r}. Pass one of these, one triple (a, b, c), or one triple per step."
+            )
+        return presets[value]
+    shape = _shape_of_numbers(value)
+    if shape == (3,):
+        return jnp.asarray(value)[None] if isinstance(value, jax.Array) else (tuple(value),)
+    wants = "one triple (a, b, c), or one triple per step"
+    if len(shape) != 2 or shape[1] != 3 or shape[0] == 0:
+        raise ValueError(
+            f"`ns_coeffs`: expected {wants}, that is shape (3,) or (n, 3), got shape {shape} from "
+            f"{value!r}. Pass a preset's name, {wants}."
+        )
+    if _is_number(steps) and steps != shape[0]:
+        raise ValueError(
+            f"`ns_coeffs`: expected one triple for each of `ns_steps`={steps} steps, got "
+            f"{shape[0]}. Set `ns_steps={shape[0]}`, or pass {steps} triples."
+        )
+    return value
+
+
+def _shape_of_numbers(value: Any) -> tuple[int, ...]:
+    try:
+        shape = np.shape(value) if not isinstance(value, jax.Array) else value.shape
+        numeric = isinstance(value, jax.Array) or all(
+            isinstance(x, numbers.Real | jax.Array) and not (_is_number(x) and math.isnan(x))
+            for x in np.asarray(value, dtype=object).ravel()
+        )
+    except ValueError:
+        return ()
+    return tuple(shape) if numeric else ()
+
+
+def newton_schulz_result(x: jax.Array, y: Any) -> None:
+    """What a user's `newton_schulz_fn` gives back has the shape and dtype of what it got."""
+    got = (jnp.shape(y), jnp.result_type(y))
+    if got != (x.shape, x.dtype):
+        raise ValueError(
+            f"`newton_schulz_fn`: expected an array of shape {x.shape} and dtype {x.dtype}, as its "
+            f"argument has, got shape {got[0]} and dtype {got[1]}. Return the same shape and dtype."
+        )

@@ -1,0 +1,132 @@
+"""A table of what an optimizer does with each parameter, and what that costs."""
+
+import collections
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mars_optax._src import checks, partition
+
+
+class LeafDescription(NamedTuple):
+    """What an optimizer does with one parameter."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    rule: Literal["matrix", "vector", "frozen"]
+    axes: str
+    state_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What an optimizer does with each parameter; `str` of it is a table.
+
+    Attributes:
+      leaves: One description per parameter, in the order of the tree.
+      counts: How many parameters each rule has.
+      param_bytes: Bytes of all parameters.
+      state_bytes: Bytes of the whole state, counters included.
+    """
+
+    leaves: tuple[LeafDescription, ...]
+    counts: dict[str, int]
+    param_bytes: int
+    state_bytes: int
+
+    def __str__(self) -> str:
+        header = ("leaf", "shape", "dtype", "rule", "axes", "state bytes")
+        rows = [header, *(tuple(map(str, leaf)) for leaf in self.leaves)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            " ".join(
+                cell.rjust(width) if i == len(header) - 1 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        counts = ", ".join(f"{count} {rule}" for rule, count in self.counts.items())
+        total = f"parameters {self.param_bytes} bytes, state {self.state_bytes} bytes"
+        return "\n".join([*lines, f"total: {counts}; {total}"])
+
+
+def describe(params: optax.Params, tx: optax.GradientTransformation) -> Description:
+    """Tells which rule each parameter gets, with which axes, and how large the state is.
+
+    Nothing is computed or allocated: the state's shapes are traced.
+
+    Args:
+      params: The parameters, or their shapes and dtypes as :func:`jax.eval_shape` gives them.
+      tx: An optimizer or transformation of this package, also inside Optax's wrappers, such as
+        :func:`optax.chain`, :func:`optax.masked`, :func:`optax.partition` or
+        :class:`optax.MultiSteps`.
+
+    Returns:
+      A :class:`Description`, whose `str` is a table. A parameter's rule is "matrix", "vector", or
+      "frozen" where no transformation of this package sees it. Its axes tell which are the
+      reduction ("in"), output and batch axes; its bytes are those of the parts of the state that
+      belong to it alone.
+
+    Raises:
+      TypeError: If `tx` contains no transformation of this package that takes parameters.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> params = {"kernel": jnp.zeros((8, 4)), "bias": jnp.zeros(4)}
+      >>> print(mars_optax.describe(params, mars_optax.mars(1e-3)))
+      leaf   shape  dtype   rule   axes       state bytes
+      bias   (4,)   float32 vector -                   32
+      kernel (8, 4) float32 matrix in=0 out=1         384
+      total: 1 matrix, 1 vector, 0 frozen; parameters 144 bytes, state 424 bytes
+    """
+    with partition.recorded_axes() as axes:
+        # A new function each time: from its cache, `eval_shape` would not call `init` again.
+        state = jax.eval_shape(lambda p: tx.init(p), params)
+    if not axes and jax.tree.leaves(params):
+        raise TypeError(
+            f"`tx`: expected a transformation of mars_optax, got {tx!r}, whose `init` calls none. "
+            "Pass an optimizer of this package, alone or wrapped by Optax."
+        )
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    owned: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    state_bytes = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        size = _nbytes(leaf)
+        state_bytes += size
+        # A buffer of a parameter has the parameter's path behind the state's own.
+        owners = [p for p, _ in flat if path[len(path) - len(p) :] == p]
+        if owners and jnp.ndim(leaf) == jnp.ndim(dict(flat)[max(owners, key=len)]):
+            owned[max(owners, key=len)] += size
+
+    leaves = []
+    for path, leaf in flat:
+        rule = axes.get(path)
+        leaves.append(
+            LeafDescription(
+                path=checks.path_string(path),
+                shape=tuple(jnp.shape(leaf)),
+                dtype=str(jnp.result_type(leaf)),
+                rule="frozen" if rule is None else "matrix" if rule.is_matrix else "vector",
+                axes="-" if rule is None else str(rule),
+                state_bytes=owned[path],
+            )
+        )
+    return Description(
+        leaves=tuple(leaves),
+        counts={
+            rule: sum(leaf.rule == rule for leaf in leaves)
+            for rule in ("matrix", "vector", "frozen")
+        },
+        param_bytes=sum(_nbytes(leaf) for _, leaf in flat),
+        state_bytes=state_bytes,
+    )
+
+
+def _nbytes(leaf: Any) -> int:
+    return math.prod(jnp.shape(leaf)) * jnp.result_type(leaf).itemsize

@@ -1,0 +1,1 @@
+"""Maths on one array: no trees, no state, no transformations."""

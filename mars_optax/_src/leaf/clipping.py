@@ -1,0 +1,19 @@
+"""Clipping to a norm: the reduction of a step, apart from its elementwise part."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def clip_factor(x: jax.Array, max_norm: Any, axes: tuple[int, ...]) -> jax.Array:
+    """min(1, max_norm / ||x||), the norm taken over `axes`, which are kept with length 1.
+
+    As in the reference code the bound holds strictly (equation (3.5) of the paper), a norm that
+    overflows gives 0, and a NaN leaves the factor at 1, so that it stays where it is.
+    """
+    squares = jnp.sum(jnp.real(x * jnp.conj(x)), axis=axes, keepdims=True)
+    # A square root has no derivative at 0: take it of 1 there, and leave the factor at 1.
+    is_positive = squares > 0
+    norm = jnp.sqrt(jnp.where(is_positive, squares, 1))
+    return jnp.where(is_positive & (norm > max_norm), max_norm / norm, 1)

@@ -1,0 +1,23 @@
+"""The momentum of the corrected gradient, which Lion, Shampoo and MARS-M share."""
+
+from typing import Any
+
+import jax
+import optax
+
+from mars_optax._src.leaf.correction import corrected_gradient
+
+
+def momentum_step(
+    grad: jax.Array,
+    prev_grad: jax.Array | None,
+    clip: jax.Array | None,
+    mu: jax.Array,
+    *,
+    coefficient: Any,
+    b1: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Lines 4 to 6 of Algorithm 1 of the paper: the momentum, as direction and as state."""
+    c = corrected_gradient(grad, prev_grad, coefficient, clip)
+    mu = optax.tree.update_moment(c, mu, b1, 1)
+    return mu, mu

@@ -1,0 +1,52 @@
+"""The dtype rule: compute in at least float32, store in the storage dtype."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def compute_dtype(*arrays: Any) -> jnp.dtype:
+    """The real dtype in which these arrays are worked on: at least float32."""
+    return jnp.finfo(jnp.result_type(jnp.float32, *arrays)).dtype
+
+
+def widen(x: Any, dtype: Any = None) -> jax.Array:
+    """`x` in at least float32, or in the real `dtype`; complex stays complex."""
+    x = jnp.asarray(x)
+    dtype = compute_dtype(x) if dtype is None else dtype
+    return x.astype(jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype)
+
+
+def widen_scalar(x: Any, dtype: Any = None) -> Any:
+    """A hyperparameter, ready to be multiplied with arrays of the real `dtype`.
+
+    Python numbers stay what they are: they are exact to double precision and take the dtype of the
+    array they meet, whereas 1 - b2 computed from a float32 0.99 is already off by 1e-6.
+    """
+    if isinstance(x, bool | int | float):
+        return x
+    x = jnp.asarray(x)
+    if dtype is None:
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return x.astype(dtype)
+
+
+def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) -> jnp.dtype:
+    """The dtype in which a quantity belonging to the parameter `x` is kept.
+
+    Args:
+      x: The parameter, as an array, a shape with a dtype, or a Python number.
+      dtype: What the user asked for; None means the parameter's own dtype.
+      averages_squares: Whether it is an average of squares. Such a one is real, and without a
+        wish in at least float32: in bfloat16 an average with b2 = 0.999 stops to move.
+    """
+    own = jnp.result_type(x)
+    if averages_squares:
+        return jnp.dtype(
+            jnp.finfo(jnp.promote_types(own, jnp.float32)).dtype if dtype is None else dtype
+        )
+    if dtype is None:
+        return jnp.dtype(own)
+    is_complex = jnp.issubdtype(own, jnp.complexfloating)
+    return jnp.dtype(jnp.promote_types(dtype, jnp.complex64) if is_complex else dtype)

@@ -1,0 +1,200 @@
+"""The links of the chain, for any optimizer: correct the gradients, clip them leaf by leaf."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mars_optax._src import checks, partition, previous, run, types
+from mars_optax._src.leaf import clipping, precision
+
+
+class CorrectGradientsState(NamedTuple):
+    """State of :func:`correct_gradients`; the tree has the structure of the parameters."""
+
+    count: jax.Array  # shape=(), dtype=int32
+    prev_grad: optax.Updates  # dtype=prev_grad_dtype or the parameter's
+
+
+def correct_gradients(
+    gamma: types.ScalarOrSchedule = 0.025,
+    b1: jax.typing.ArrayLike = 0.95,
+    *,
+    correction: Literal["approx", "exact", "storm"] = "approx",
+    first_step: types.FirstStep = "zeros",
+    prev_grad_dtype: types.DType = None,
+    correction_clip: jax.typing.ArrayLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adds the scaled gradient correction of MARS to the gradients, in front of any optimizer.
+
+    .. math::
+
+      c_t = g_t + \gamma_t \frac{\beta_1}{1-\beta_1} (g_t - g_{t-1})
+
+    ``optax.chain(correct_gradients(gamma, b1), clip_by_leaf_norm(1.0), optax.scale_by_adam(b1,
+    b2))`` computes what :func:`scale_by_mars` does. The result has the gradients' dtypes;
+    arithmetic is in at least float32.
+
+    At the first step :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1 / (1-\beta_1)` under
+    ``first_step="zeros"``, as in the reference code, and :math:`c_1 = g_1` under
+    ``"no_correction"``, the paper's :math:`x_0 = x_1`.
+
+    Args:
+      gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of
+        the step count, which starts at 0. The coefficient is computed in at least float32.
+      b1: Decay rate :math:`\beta_1` of the momentum that follows, in [0, 1). 0 turns the
+        correction off.
+      correction: ``"approx"``, the gradient of the previous step. (``"exact"`` and ``"storm"`` are
+        reserved and raise.)
+      first_step: ``"zeros"`` or ``"no_correction"``, see above.
+      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own.
+      correction_clip: Bound > 0 on the L2 norm, over all leaves together, of what is added to
+        :math:`g_t`; None for no bound.
+
+    Returns:
+      A transformation with state :class:`CorrectGradientsState`.
+
+    Raises:
+      TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
+      ValueError: If an argument is out of its range.
+      NotImplementedError: If an argument asks for what is reserved.
+
+    Examples:
+      The correction in front of Muon:
+
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> import optax
+      >>> tx = optax.chain(
+      ...     mars_optax.correct_gradients(),
+      ...     mars_optax.clip_by_leaf_norm(1.0),
+      ...     optax.contrib.muon(learning_rate=0.02),
+      ... )
+      >>> params = {"kernel": jnp.eye(3), "bias": jnp.ones(3)}
+      >>> updates, state = tx.update(params, tx.init(params), params)
+
+      On its own:
+
+      >>> tx = mars_optax.correct_gradients(gamma=0.1, b1=0.9)  # a coefficient of 0.9
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for grads in (jnp.array([1.0, 2.0]), jnp.array([2.0, 2.0])):
+      ...     corrected, state = tx.update(grads, state)
+      ...     print(corrected)
+      [1.9 3.8]
+      [2.9 2. ]
+
+    References:
+      Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, equation (3.10) and Remark 3.3.
+    """
+    checks.choice("correction", correction, ("approx", "exact", "storm"))
+    if correction != "approx":
+        raise NotImplementedError(
+            f"`correction`: {correction!r} is not in this version. Pass 'approx' for the previous "
+            "step's gradient."
+        )
+    checks.max_norm(correction_clip, name="correction_clip")
+    source = previous.PreviousGradient(gamma, b1, "approx", first_step, prev_grad_dtype)
+
+    def init_fn(params: optax.Params) -> CorrectGradientsState:
+        checks.inexact_leaves(params)
+        return CorrectGradientsState(jnp.zeros([], jnp.int32), source.init(params))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: CorrectGradientsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, CorrectGradientsState]:
+        del params, extra_args
+        coefficient = source.coefficient(state.count)
+        wide = jax.tree.map(precision.widen, updates)
+
+        def added(grad: jax.Array, prev_grad: jax.Array) -> jax.Array:
+            dtype = precision.compute_dtype(grad, prev_grad)
+            k = precision.widen_scalar(coefficient, dtype)
+            return k * (grad - precision.widen(prev_grad, dtype))
+
+        corrections = jax.tree.map(added, wide, state.prev_grad)
+        if correction_clip is not None:
+            norm = optax.global_norm(corrections)
+            # As in the clip of a leaf, NaN and a norm of 0 leave the factor at 1.
+            factor = jnp.where(norm > correction_clip, correction_clip / norm, 1)
+            corrections = jax.tree.map(
+                lambda x: x * precision.widen_scalar(factor, precision.compute_dtype(x)),
+                corrections,
+            )
+        corrected = jax.tree.map(jnp.add, wide, corrections)
+        prev_grad = source.advance(updates, state.prev_grad)
+        count = optax.safe_increment(state.count)
+        return run.narrow(corrected, updates), CorrectGradientsState(count, prev_grad)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def clip_by_leaf_norm(
+    max_norm: jax.typing.ArrayLike | None = 1.0,
+    *,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Bounds the L2 norm of every leaf, or of every matrix of a stack, on its own.
+
+    .. math::
+
+      \tilde c = c \min(1, \mathrm{max\_norm} / \lVert c \rVert_2)
+
+    Unlike :func:`optax.clip_by_global_norm` no leaf influences another: neither a frozen one nor
+    one that is not finite. A leaf whose norm overflows becomes 0; a NaN stays where it is. It has
+    no state: the first step is like any other. Norms are taken in at least float32.
+
+    Args:
+      max_norm: Bound > 0; None turns the clipping off.
+      weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars`: slices along
+        batch axes are clipped on their own. None: each leaf is clipped as a whole.
+
+    Returns:
+      A transformation without state.
+
+    Raises:
+      TypeError: If `max_norm` is no number.
+      ValueError: If `max_norm` is out of its range or, at ``init``, axes do not fit a leaf.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> tx = mars_optax.clip_by_leaf_norm(1.0)
+      >>> grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([0.3, 0.4])}
+      >>> clipped, _ = tx.update(grads, tx.init(grads))
+      >>> print(clipped["a"], clipped["b"])
+      [0.6 0.8] [0.3 0.4]
+
+    References:
+      Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, equation (3.5).
+    """
+    checks.max_norm(max_norm)
+
+    def axes_of(tree: Any) -> Any:
+        return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_from_rank_2)
+
+    def init_fn(params: optax.Params) -> optax.EmptyState:
+        partition.record_axes(axes_of(params))
+        return optax.EmptyState()
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params, extra_args
+        if max_norm is None:
+            return updates, state
+
+        def clipped(x: Any, axes: partition.Axes) -> jax.Array:
+            wide = precision.widen(x)
+            bound = precision.widen_scalar(max_norm, precision.compute_dtype(wide))
+            return wide * clipping.clip_factor(wide, bound, axes.of_one_norm)
+
+        return run.narrow(jax.tree.map(clipped, updates, axes_of(updates)), updates), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,150 @@
+"""Newton-Schulz on leaves: matrices of any layout, and what the matrix variants ask of it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mars_optax._src import checks, partition, types
+from mars_optax._src.leaf import newton_schulz, precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Orthogonalization:
+    """The options of the iteration, checked and ready for a stack of matrices.
+
+    Attributes:
+      steps: Number of iterations.
+      coeffs: A preset's name, a triple, or one per step; a table of triples once built.
+      dtype: That of the iteration; as a string, an array that has it, or a dtype.
+      precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
+      eps: Added to the Frobenius norm.
+      fn: The user's function in its place, or None.
+    """
+
+    steps: Any = 5
+    coeffs: Any = "quintic"
+    dtype: Any = "bfloat16"
+    precision: types.Precision = None
+    eps: Any = 1e-7
+    fn: types.NewtonSchulzFn | None = None
+
+    def __post_init__(self) -> None:
+        checks.steps("ns_steps", self.steps)
+        checks.non_negative("eps", self.eps)
+        checks.optional_callable("newton_schulz_fn", self.fn)
+        table = checks.coefficients(self.coeffs, self.steps, newton_schulz.PRESETS)
+        object.__setattr__(self, "coeffs", table)
+        if self.dtype is None:
+            raise TypeError("`ns_dtype`: expected a dtype, got None. Pass for example 'bfloat16'.")
+        object.__setattr__(self, "dtype", checks.float_dtype("ns_dtype", self.dtype))
+
+    def __call__(self, x: jax.Array, axes: partition.Axes) -> jax.Array:
+        """Orthogonalizes each matrix of a leaf."""
+        stack = axes.to_stack(x)
+        if self.fn is not None:
+            result = self.fn(stack)
+            checks.newton_schulz_result(stack, result)
+        else:
+            result = newton_schulz.newton_schulz(
+                stack,
+                self.coeffs,
+                steps=self.steps,
+                dtype=self.dtype,
+                eps=self.eps,
+                matmul_precision=self.precision,
+            )
+        return axes.from_stack(result, x.shape)
+
+
+def matrix_direction(
+    orthogonalization: Orthogonalization, factor: Callable[[int, int], float], divisor: Any = None
+) -> Callable[[jax.Array, partition.Axes], jax.Array]:
+    """The direction of a matrix from its momentum: orthogonalized, then scaled by its shape.
+
+    Args:
+      orthogonalization: The iteration.
+      factor: The scale, from the sizes (in, out) of a matrix.
+      divisor: What the momentum is divided by before, if anything.
+    """
+
+    def direction(momentum: jax.Array, axes: partition.Axes) -> jax.Array:
+        if divisor is not None:
+            momentum = momentum / precision.widen_scalar(divisor, precision.compute_dtype(momentum))
+        return orthogonalization(momentum, axes) * factor(*axes.fans(momentum.shape))
+
+    return direction
+
+
+def orthogonalize(
+    x: jax.typing.ArrayLike,
+    *,
+    steps: jax.typing.ArrayLike = 5,
+    coeffs: types.NewtonSchulzCoefficients = "quintic",
+    dtype: types.DType = "bfloat16",
+    eps: jax.typing.ArrayLike = 1e-7,
+    precision: types.Precision = None,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+) -> jax.Array:
+    r"""Brings all singular values of a matrix near 1 by Newton-Schulz iteration.
+
+    .. math::
+
+      X_0 = \frac{X}{\lVert X \rVert_F + \varepsilon}, \qquad A_k = X_k X_k^H, \qquad
+      X_{k+1} = a X_k + (b A_k + c A_k^2) X_k
+
+    on the transpose of a tall matrix, so that :math:`A` is small. With the coefficients
+    ``"quintic"`` and 5 steps the singular values end between about 0.68 and 1.13, unless they start
+    near 0: this approximates the factor :math:`U V^H` of the singular value decomposition without
+    converging to it. A matrix of zeros gives zeros; a NaN stays in its own matrix.
+
+    The Frobenius norm is taken in at least float32 before the cast to `dtype`; the reference's
+    ``mars_m.py`` takes that of the cast matrix, and one norm for a whole stack.
+
+    Args:
+      x: A real or complex matrix (in, out) of rank 2, or an array of any rank with
+        `weight_dimension_numbers`. The transpose of `x` gives the transposed result.
+      steps: Number of iterations, >= 0.
+      coeffs: ``"quintic"``, that is (3.4445, -4.7750, 2.0315); ``"polar_express"``, whose steps
+        differ and whose last one converges; one triple (a, b, c); or one triple per step.
+      dtype: The dtype of the iteration; complex matrices are iterated in at least complex64.
+      eps: :math:`\varepsilon` >= 0.
+      precision: Of the matrix products, as in :func:`jax.numpy.matmul`: the default computes
+        float32 products in TF32 on some GPUs and in bfloat16 on TPUs.
+      weight_dimension_numbers: The axes of the matrices, an
+        :class:`optax.contrib.MuonDimensionNumbers`; all other axes are batch axes.
+
+    Returns:
+      An array with the shape and dtype of `x`.
+
+    Raises:
+      TypeError: If an argument is of the wrong kind.
+      ValueError: If `x` has not rank 2 and no axes are given, or if they do not fit.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> x = jnp.array([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+      >>> y = mars_optax.orthogonalize(x, coeffs="polar_express", steps=8, dtype="float32")
+      >>> print(y.round(3))
+      [[1. 0. 0.]
+       [0. 1. 0.]]
+
+    References:
+      Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon/>`_, 2024. Amsel et al., `The
+      Polar Express <https://arxiv.org/abs/2505.16932>`_, 2025. Reference code:
+      ``zeropower_via_newtonschulz5`` of https://github.com/AGI-Arena/MARS.
+    """
+    options = Orthogonalization(steps, coeffs, dtype, precision, eps)
+    x = jnp.asarray(x)
+    if weight_dimension_numbers is None and x.ndim != 2:
+        raise ValueError(
+            f"`x`: expected a matrix of rank 2, got {x.shape=}. Declare its axes by "
+            "`weight_dimension_numbers`."
+        )
+    checks.inexact_leaves(x)
+    axes = partition.resolve_axes(weight_dimension_numbers, x, partition.matrix_at_rank_2)
+    partition.require_matrices(axes, x, "orthogonalize")
+    return options(x, axes)

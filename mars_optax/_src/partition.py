@@ -1,0 +1,332 @@
+"""Which leaf is a matrix, and which of its axes are reduction, output and batch axes."""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from optax.contrib import MuonDimensionNumbers
+
+from mars_optax._src import checks, types
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The role of each axis of one leaf. A leaf without reduction axes is a vector.
+
+    Attributes:
+      reduction: Axes that a kernel contracts with its input, non-negative.
+      output: Axes of its result.
+      batch: All others: their slices are matrices of their own.
+    """
+
+    reduction: tuple[int, ...]
+    output: tuple[int, ...]
+    batch: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        return bool(self.reduction)
+
+    @property
+    def of_one_norm(self) -> tuple[int, ...]:
+        """The axes over which a norm is taken: those of a matrix, or all those of a vector."""
+        return self.reduction + self.output if self.is_matrix else self.batch
+
+    @property
+    def dimension_numbers(self) -> MuonDimensionNumbers:
+        """The axes of a matrix in Optax's form."""
+        return MuonDimensionNumbers(self.reduction, self.output)
+
+    def fans(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The sizes (in, out) of each matrix of a leaf of this shape."""
+        return (
+            math.prod(shape[i] for i in self.reduction),
+            math.prod(shape[i] for i in self.output),
+        )
+
+    def to_stack(self, x: jax.Array) -> jax.Array:
+        """A leaf as a stack (batch, in, out) of its matrices."""
+        order = self.batch + self.reduction + self.output
+        slices = math.prod(x.shape[i] for i in self.batch)
+        return jnp.transpose(x, order).reshape(slices, *self.fans(x.shape))
+
+    def from_stack(self, stack: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """The inverse of `to_stack`, for a leaf of this shape."""
+        order = self.batch + self.reduction + self.output
+        unflattened = stack.reshape([shape[i] for i in order])
+        return jnp.transpose(unflattened, sorted(range(len(order)), key=order.__getitem__))
+
+    def __str__(self) -> str:
+        if not self.is_matrix:
+            return "-"
+        names = ("in", self.reduction), ("out", self.output), ("batch", self.batch)
+        return " ".join(f"{name}={','.join(map(str, axes))}" for name, axes in names if axes)
+
+
+def vector_axes(ndim: int) -> Axes:
+    """A leaf that is no matrix, whatever its rank."""
+    return Axes((), (), tuple(range(ndim)))
+
+
+def matrix_from_rank_2(ndim: int) -> Axes:
+    """Every leaf of rank >= 2 is one matrix, its last axis the output."""
+    if ndim < 2:
+        return vector_axes(ndim)
+    return Axes(tuple(range(ndim - 1)), (ndim - 1,), ())
+
+
+def matrix_at_rank_2(ndim: int) -> Axes:
+    """Leaves of exactly rank 2 are matrices (in, out)."""
+    return matrix_from_rank_2(ndim) if ndim == 2 else vector_axes(ndim)
+
+
+def no_matrices(params: Any) -> None:
+    """`weight_dimension_numbers` of a tree all of whose leaves are vectors."""
+    del params
+
+
+DefaultRule = Callable[[int], Axes]
+
+
+def resolve_axes(spec: types.WeightDimensionNumbers, params: Any, default: DefaultRule) -> Any:
+    """The axes of every leaf, as a tree with the structure of `params`.
+
+    Args:
+      spec: `weight_dimension_numbers` as the user gave it.
+      params: The parameters, or anything of their structure and shapes.
+      default: The rule for a leaf by its rank, where `spec` is None.
+    """
+    if spec is None:
+        return jax.tree.map(lambda leaf: default(jnp.ndim(leaf)), params)
+    # `optax.tree.map_params` calls `init` with a placeholder in place of the tree; it has no
+    # leaves.
+    if not jax.tree.leaves(params):
+        return params
+    if checks.is_tree_function(spec):
+        spec = spec(params)
+
+    def of_subtree(path: tuple[Any, ...], spec: Any, subtree: Any) -> Any:
+        def of_leaf(rest: tuple[Any, ...], leaf: Any) -> Axes:
+            return _axes_of_leaf(spec, jnp.shape(leaf), path + rest, is_named=not rest)
+
+        return jax.tree_util.tree_map_with_path(of_leaf, subtree)
+
+    if isinstance(spec, MuonDimensionNumbers) or spec is None:
+        # At the root it names no leaf, even where the parameters are a single array.
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _axes_of_leaf(spec, jnp.shape(leaf), path, is_named=False), params
+        )
+    try:
+        return jax.tree_util.tree_map_with_path(of_subtree, spec, params, is_leaf=_is_spec)
+    except _MismatchError:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            "`weight_dimension_numbers`: expected a tree with the structure of the parameters, or "
+            f"a prefix of it, got another one: {_first_difference(spec, params)}. Give every leaf "
+            "a `MuonDimensionNumbers`, or None where it is no matrix."
+        ) from error
+
+
+class _MismatchError(ValueError):
+    """A specification that does not fit its leaf."""
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, MuonDimensionNumbers)
+
+
+def _axes_of_leaf(
+    spec: Any, shape: tuple[int, ...], path: tuple[Any, ...], *, is_named: bool
+) -> Axes:
+    ndim = len(shape)
+    where = f"`weight_dimension_numbers` of leaf '{checks.path_string(path)}' of shape {shape}"
+    if spec is None or (ndim < 2 and not is_named):
+        return vector_axes(ndim)
+    if not isinstance(spec, MuonDimensionNumbers):
+        raise _MismatchError(
+            f"{where}: expected a `MuonDimensionNumbers` or None, got {spec!r}. Pass "
+            "`optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis)`."
+        )
+    if ndim < 2:
+        raise _MismatchError(
+            f"{where}: expected None, since a leaf of rank {ndim} is no matrix, got {spec}. Pass "
+            "None for this leaf."
+        )
+    reduction = _normalized(spec.reduction_axis, ndim, f"{where}: `reduction_axis`")
+    output = _normalized(spec.output_axis, ndim, f"{where}: `output_axis`")
+    if set(reduction) & set(output):
+        raise _MismatchError(
+            f"{where}: expected reduction and output axes without an overlap, got {spec}. Name "
+            "each axis once."
+        )
+    batch = tuple(i for i in range(ndim) if i not in reduction + output)
+    return Axes(reduction, output, batch)
+
+
+def _normalized(axes: Any, ndim: int, where: str) -> tuple[int, ...]:
+    """Axes as a tuple of distinct non-negative ints."""
+    sequence = axes if isinstance(axes, Sequence) else (axes,)
+    fits = all(_is_index(i) and -ndim <= i < ndim for i in sequence)
+    if not fits or not sequence or len({i % ndim for i in sequence}) != len(sequence):
+        raise _MismatchError(
+            f"{where}: expected one axis or several distinct ones, each in [{-ndim}, {ndim}), got "
+            f"{axes!r}. Name axes that the leaf has."
+        )
+    return tuple(int(i) % ndim for i in sequence)
+
+
+def _is_index(i: Any) -> bool:
+    return isinstance(i, int | np.integer) and not isinstance(i, bool)
+
+
+def _first_difference(spec: Any, params: Any) -> str:
+    """Names the first leaf of one tree that the other does not have."""
+    specified = [p for p, _ in jax.tree_util.tree_leaves_with_path(spec, is_leaf=_is_spec)]
+    leaves = [p for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for path in leaves:
+        if not any(path[: len(prefix)] == prefix for prefix in specified):
+            return f"leaf '{checks.path_string(path)}' has no specification"
+    for path in specified:
+        if not any(leaf[: len(path)] == path for leaf in leaves):
+            return f"there is no leaf '{checks.path_string(path)}'"
+    return f"{jax.tree.structure(spec, is_leaf=_is_spec)} for {jax.tree.structure(params)}"
+
+
+def require_matrices(axes: Any, params: Any, name: str) -> None:
+    """Raises unless every leaf is a matrix."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), leaf_axes in zip(leaves, jax.tree.leaves(axes), strict=True):
+        if not leaf_axes.is_matrix:
+            raise ValueError(
+                f"Leaf '{checks.path_string(path)}' of shape {jnp.shape(leaf)}: `{name}` expected "
+                "a matrix, of rank 2 or with axes declared by `weight_dimension_numbers`, got a "
+                "leaf that is none. Declare its axes, or give it to another transformation with "
+                "`optax.partition`."
+            )
+
+
+_records: contextvars.ContextVar[dict[tuple[Any, ...], Axes] | None] = contextvars.ContextVar(
+    "mars_optax_axes", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded_axes() -> Iterator[dict[tuple[Any, ...], Axes]]:
+    """Collects the axes, by path, that transformations resolve in their `init` meanwhile.
+
+    The axes are static: they cannot be part of a state, and a wrapper such as `optax.chain` hides
+    the transformation that knows them, but not its `init`.
+    """
+    token = _records.set({})
+    try:
+        records = _records.get()
+        assert records is not None
+        yield records
+    finally:
+        _records.reset(token)
+
+
+def record_axes(axes: Any) -> None:
+    """Notes the axes for whoever listens with `recorded_axes`."""
+    records = _records.get()
+    if records is not None:
+        records.update(jax.tree_util.tree_leaves_with_path(axes))
+
+
+_DEFAULTS: Final[dict[str, DefaultRule]] = {"rank2": matrix_at_rank_2, "vector": vector_axes}
+
+
+def dimension_numbers_by_path(
+    rules: Sequence[tuple[str, MuonDimensionNumbers | None]],
+    default: Literal["rank2", "vector"] = "rank2",
+) -> Callable[[Any], Any]:
+    r"""Chooses the matrices and their axes by the names of the parameters.
+
+    Args:
+      rules: Pairs of a regular expression and the dimension numbers of the leaves whose path it
+        finds (:func:`re.search`), None for leaves that are no matrices. The first rule that
+        matches a leaf wins. A path is its keys joined by `/`, such as `blocks/0/attention/kernel`;
+        the closing `value` of a Flax NNX variable is left out.
+      default: What a leaf is that no rule matches: `"rank2"` takes a leaf of exactly rank 2 for a
+        matrix (in, out) and any other for a vector, `"vector"` takes all for vectors.
+
+    Returns:
+      A function `params -> tree`, for the argument `weight_dimension_numbers` of the optimizers.
+
+    Raises:
+      TypeError: If a rule is no pair of a string and dimension numbers or None.
+      ValueError: If a regular expression or `default` is malformed and, when the function is
+        called, if a rule's expression finds no leaf at all.
+
+    Examples:
+      A stack of three layers, an embedding that is to be treated as a vector, and biases:
+
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> from optax.contrib import MuonDimensionNumbers
+      >>> params = {
+      ...     "embed": jnp.zeros((100, 8)),
+      ...     "blocks": {"kernel": jnp.zeros((3, 8, 8)), "bias": jnp.zeros((3, 8))},
+      ... }
+      >>> rules = mars_optax.dimension_numbers_by_path(
+      ...     [("embed", None), ("blocks/kernel", MuonDimensionNumbers(1, 2)), ("bias$", None)]
+      ... )
+      >>> tx = mars_optax.mars_m(1e-2, weight_dimension_numbers=rules)
+      >>> print(mars_optax.describe(params, tx))
+      leaf           shape     dtype    rule    axes                state bytes
+      blocks/bias    (3, 8)    float32  vector  -                           192
+      blocks/kernel  (3, 8, 8) float32  matrix  in=1 out=2 batch=0         1536
+      embed          (100, 8)  float32  vector  -                          6400
+      total: 1 matrix, 2 vector, 0 frozen; parameters 4064 bytes, state 8136 bytes
+    """
+    if default not in _DEFAULTS:
+        raise ValueError(
+            f"`default`: expected one of {', '.join(map(repr, _DEFAULTS))}, got {default!r}. Pass "
+            "one of these."
+        )
+    compiled = []
+    for rule in rules:
+        is_pair = isinstance(rule, tuple | list) and len(rule) == 2 and not _is_spec(rule)
+        if not is_pair or not isinstance(rule[0], str) or not _is_spec(rule[1]):
+            raise TypeError(
+                "`rules`: expected pairs of a regular expression and a `MuonDimensionNumbers` or "
+                f"None, got {rule!r}. Pass for example ('embed', None)."
+            )
+        try:
+            compiled.append((re.compile(rule[0]), rule[1]))
+        except re.error as error:
+            raise ValueError(
+                f"`rules`: expected a regular expression, got {rule[0]!r} ({error}). Correct it, "
+                "or escape it with `re.escape`."
+            ) from error
+
+    def dimension_numbers(params: Any) -> Any:
+        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+        paths = [checks.path_string(path) for path, _ in flat]
+        for pattern, _ in compiled:
+            if not any(pattern.search(path) for path in paths):
+                raise ValueError(
+                    f"`rules`: expected every rule to match a leaf, got {pattern.pattern!r}, which "
+                    f"matches none of {paths}. Correct it, or leave it out."
+                )
+
+        def of_leaf(path: str, leaf: Any) -> MuonDimensionNumbers | None:
+            for pattern, spec in compiled:
+                if pattern.search(path):
+                    return spec
+            axes = _DEFAULTS[default](jnp.ndim(leaf))
+            return axes.dimension_numbers if axes.is_matrix else None
+
+        return treedef.unflatten(
+            [of_leaf(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
+        )
+
+    return dimension_numbers

@@ -1,0 +1,91 @@
+"""What all variants have in common: state, correction, clip, step, and their order."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mars_optax._src import checks, partition, previous, run, types
+
+
+def variance_reduced(  # noqa: D417 (the others are told of where users read)
+    name: str,
+    state_type: Callable[..., Any],
+    step: run.Step,
+    *,
+    moments: Mapping[str, Callable[[optax.Params], Any]],
+    scalars: Callable[[jax.Array], Mapping[str, Any]],
+    gamma: types.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike,
+    max_norm: jax.typing.ArrayLike | None,
+    correction: types.Correction,
+    first_step: types.FirstStep,
+    prev_grad_dtype: types.DType,
+    keep_prev_grad: bool,
+    weight_dimension_numbers: types.WeightDimensionNumbers,
+    implementation: types.Implementation | None,
+    matrix_direction: Callable[[jax.Array, partition.Axes], jax.Array] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Builds a variant's transformation.
+
+    The arguments not told of here are those of the same name of the public functions.
+
+    Args:
+      name: The public name, for errors.
+      state_type: The state, with the fields `count`, `prev_grad` and those of `moments`.
+      step: The elementwise update of one leaf, see :data:`run.Step`.
+      moments: The moving averages in the order in which `step` takes them, and how each begins.
+      scalars: The hyperparameters of `step` at a count that starts at 1.
+      matrix_direction: Makes the direction of a matrix from that of the step, in at least float32.
+        With it, every leaf must be a matrix.
+    """
+    checks.max_norm(max_norm)
+    checks.approximate_only(correction, keep_prev_grad)
+    checks.xla_only(implementation)
+    source = previous.PreviousGradient(gamma, b1, correction, first_step, prev_grad_dtype)
+    is_matrix_rule = matrix_direction is not None
+    default = partition.matrix_at_rank_2 if is_matrix_rule else partition.matrix_from_rank_2
+
+    def axes_of(tree: Any) -> Any:
+        return partition.resolve_axes(weight_dimension_numbers, tree, default)
+
+    def init_fn(params: optax.Params) -> Any:
+        checks.inexact_leaves(params)
+        axes = axes_of(params)
+        if is_matrix_rule:
+            partition.require_matrices(axes, params, name)
+        partition.record_axes(axes)
+        return state_type(
+            count=jnp.zeros([], jnp.int32),
+            prev_grad=source.init(params),
+            **{moment: zeros(params) for moment, zeros in moments.items()},
+        )
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        del params, extra_args
+        axes = axes_of(updates)
+        count = optax.safe_increment(state.count)
+        direction, new_moments = run.run_step(
+            step,
+            updates,
+            state.prev_grad,
+            tuple(getattr(state, moment) for moment in moments),
+            coefficient=source.coefficient(state.count),
+            max_norm=max_norm,
+            axes=axes,
+            **scalars(count),
+        )
+        if matrix_direction is not None:
+            direction = jax.tree.map(matrix_direction, direction, axes)
+        new_state = state_type(
+            count=count,
+            prev_grad=source.advance(updates, state.prev_grad),
+            **dict(zip(moments, new_moments, strict=True)),
+        )
+        return run.narrow(direction, updates), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,355 @@
+"""MARS-AdamW: Adam's direction computed from the corrected gradient."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mars_optax._src import assembly, checks, partition, previous, transformation, types
+from mars_optax._src.leaf import precision
+from mars_optax._src.leaf.correction import corrected_gradient
+
+
+class ScaleByMarsState(NamedTuple):
+    """State of :func:`scale_by_mars`; each tree has the structure of the parameters, or is None."""
+
+    count: jax.Array  # shape=(), dtype=int32
+    mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
+    nu: optax.Updates  # average of |c|^2, real, dtype=nu_dtype or at least float32
+    prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
+    nu_max: optax.Updates | None  # largest nu so far, as nu
+
+
+def adamw_step(
+    grad: jax.Array,
+    prev_grad: jax.Array | None,
+    clip: jax.Array | None,
+    mu: jax.Array,
+    nu: jax.Array,
+    nu_max: jax.Array | None,
+    *,
+    coefficient: Any,
+    b1: Any,
+    b2: Any,
+    eps: Any,
+    mu_correction: Any,
+    nu_correction: Any,
+    nu_of_gradient: bool,
+) -> tuple[Any, ...]:
+    """Lines 4 to 9 of Algorithm 2 of the paper, without learning rate and decay."""
+    c = corrected_gradient(grad, prev_grad, coefficient, clip)
+    mu = optax.tree.update_moment(c, mu, b1, 1)
+    nu = optax.tree.update_moment_per_elem_norm(grad if nu_of_gradient else c, nu, b2, 2)
+    if nu_max is not None:
+        nu_max = jnp.maximum(nu_max, nu)
+    nu_hat = (nu if nu_max is None else nu_max) / nu_correction
+    return mu / mu_correction / (jnp.sqrt(nu_hat) + eps), mu, nu, nu_max
+
+
+def scale_by_mars(
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.99,
+    eps: jax.typing.ArrayLike = 1e-8,
+    gamma: types.ScalarOrSchedule = 0.025,
+    *,
+    max_norm: jax.typing.ArrayLike | None = 1.0,
+    correction: types.Correction = "approx",
+    first_step: types.FirstStep = "zeros",
+    amsgrad: bool = False,
+    second_moment: types.SecondMoment = "corrected",
+    mu_dtype: types.DType = None,
+    nu_dtype: types.DType = None,
+    prev_grad_dtype: types.DType = None,
+    keep_prev_grad: bool = True,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+    implementation: types.Implementation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Rescales updates by the rule of MARS-AdamW, for every leaf alike.
+
+    .. math::
+
+      c_t &= g_t + \gamma_t \frac{\beta_1}{1-\beta_1} (g_t - g_{t-1}), \qquad
+      \tilde c_t = c_t \min(1, \mathrm{max\_norm} / \lVert c_t \rVert_2) \\
+      m_t &= \beta_1 m_{t-1} + (1-\beta_1) \tilde c_t, \qquad
+      v_t = \beta_2 v_{t-1} + (1-\beta_2) |\tilde c_t|^2 \\
+      u_t &= \frac{m_t / (1-\beta_1^t)}{\sqrt{v_t / (1-\beta_2^t)} + \varepsilon}
+
+    The norm is each matrix's own: that of a leaf, or of each slice along declared batch axes. The
+    direction :math:`u_t` has the sign of the gradient and the gradient's dtype, as that of
+    :func:`optax.scale_by_adam`; with ``gamma=0, max_norm=None`` it is that of
+    :func:`optax.scale_by_adam`. Arithmetic is in at least float32 whatever the dtypes.
+
+    At the first step the previous gradient is 0 under ``first_step="zeros"``, as in the reference
+    code, so that :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1/(1-\beta_1)`, which is
+    1.475 :math:`g_1` at the defaults. Under ``"no_correction"`` :math:`c_1 = g_1`, which is the
+    paper's :math:`x_0 = x_1` and what timm does.
+
+    Args:
+      b1: Decay rate :math:`\beta_1` of the first moment, in [0, 1). 0 turns the correction off.
+      b2: Decay rate :math:`\beta_2` of the second moment, in [0, 1).
+      eps: :math:`\varepsilon` >= 0, outside the root and after the bias correction.
+      gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of
+        the step count, which starts at 0. The coefficient is computed in at least float32 from what
+        arrives; :func:`optax.inject_hyperparams` rounds it to the parameters' dtype before, unless
+        its ``hyperparam_dtype`` says otherwise.
+      max_norm: Bound > 0 on the norm of each corrected gradient; None turns the clipping off.
+      correction: ``"approx"``, the gradient of the previous step, or ``"none"``. (``"exact"`` is
+        reserved and raises.)
+      first_step: ``"zeros"`` or ``"no_correction"``, see above.
+      amsgrad: Whether the largest :math:`v` so far takes the place of :math:`v_t`: the raw one, as
+        in the reference code, where :func:`optax.amsgrad` takes that after bias correction.
+      second_moment: ``"corrected"``: :math:`v` from :math:`\tilde c_t`, as the paper and the
+        reference code; ``"gradient"``: from :math:`g_t`, as the formula in the reference's README.
+      mu_dtype: Storage dtype of :math:`m`; None for each parameter's own.
+      nu_dtype: Storage dtype of :math:`v`; None for the parameter's own, but at least float32. (The
+        reference stores it in the parameter's dtype, where in bfloat16 it stalls.)
+      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own.
+      keep_prev_grad: True. (False is reserved and raises.)
+      weight_dimension_numbers: Axes of the matrices, which set the slices of the clip: a
+        :class:`optax.contrib.MuonDimensionNumbers`, a tree of them with None for vectors, or a
+        callable ``params -> tree``. None: each leaf is clipped as a whole.
+      implementation: None or ``"xla"``. (``"pallas"`` is reserved and raises.)
+
+    Returns:
+      A transformation with state :class:`ScaleByMarsState`. Complex leaves follow Optax: :math:`v`
+      averages :math:`|c|^2`.
+
+    Raises:
+      TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
+      ValueError: If an argument is out of its range or, at ``init``, axes do not fit a leaf.
+      NotImplementedError: If an argument asks for what is reserved.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> import optax
+      >>> params = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]])}
+      >>> tx = optax.chain(mars_optax.scale_by_mars(), optax.scale_by_learning_rate(0.1))
+      >>> state = tx.init(params)
+      >>> for _ in range(3):
+      ...     grads = params  # of half the sum of squares
+      ...     updates, state = tx.update(grads, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(f"{jnp.sum(params['kernel'] ** 2) / 2:.2f}", end=" ")
+      6.50 5.91 5.36
+
+    References:
+      Yuan et al., `MARS: Unleashing the Power of Variance Reduction for Training Large Models
+      <https://arxiv.org/abs/2411.10438>`_, 2025: equations (3.5) and (3.10) to (3.12), Algorithm 2,
+      Remark 3.3. Reference code: ``MARS/optimizers/mars.py``, ``mars_type="mars-adamw"``, of
+      https://github.com/AGI-Arena/MARS.
+    """
+    checks.decay_rate("b2", b2)
+    checks.non_negative("eps", eps)
+    checks.flag("amsgrad", amsgrad)
+    checks.choice("second_moment", second_moment, ("corrected", "gradient"))
+    first = functools.partial(previous.zeros, dtype=checks.float_dtype("mu_dtype", mu_dtype))
+    second = functools.partial(
+        previous.zeros, dtype=checks.float_dtype("nu_dtype", nu_dtype), averages_squares=True
+    )
+
+    def scalars(count: jax.Array) -> dict[str, Any]:
+        return {
+            "b1": b1,
+            "b2": b2,
+            "eps": eps,
+            "mu_correction": 1 - precision.widen_scalar(b1) ** count,
+            "nu_correction": 1 - precision.widen_scalar(b2) ** count,
+        }
+
+    return transformation.variance_reduced(
+        "scale_by_mars",
+        ScaleByMarsState,
+        functools.partial(adamw_step, nu_of_gradient=second_moment == "gradient"),
+        moments={"mu": first, "nu": second, "nu_max": second if amsgrad else lambda params: None},
+        scalars=scalars,
+        gamma=gamma,
+        b1=b1,
+        max_norm=max_norm,
+        correction=correction,
+        first_step=first_step,
+        prev_grad_dtype=prev_grad_dtype,
+        keep_prev_grad=keep_prev_grad,
+        weight_dimension_numbers=weight_dimension_numbers,
+        implementation=implementation,
+    )
+
+
+def vector_adamw(
+    b1_1d: jax.typing.ArrayLike,
+    b2_1d: jax.typing.ArrayLike,
+    eps_1d: jax.typing.ArrayLike,
+    *,
+    amsgrad: bool = False,
+    mu_dtype: types.DType = None,
+    nu_dtype: types.DType = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Plain Adam for the leaves that are no matrices, without a previous gradient.
+
+    It is :func:`optax.scale_by_adam`, but for state that keeps its dtypes whatever the gradients'.
+    """
+    checks.decay_rate("b1_1d", b1_1d)
+    checks.decay_rate("b2_1d", b2_1d)
+    checks.non_negative("eps_1d", eps_1d)
+    return scale_by_mars(
+        b1_1d,
+        b2_1d,
+        eps_1d,
+        max_norm=None,
+        correction="none",
+        amsgrad=amsgrad,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        weight_dimension_numbers=partition.no_matrices,
+    )
+
+
+def mars(
+    learning_rate: types.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.99,
+    eps: jax.typing.ArrayLike = 1e-8,
+    gamma: types.ScalarOrSchedule = 0.025,
+    weight_decay: types.ScalarOrSchedule = 0.0,
+    mask: types.Mask | None = None,
+    *,
+    max_norm: jax.typing.ArrayLike | None = 1.0,
+    correction: types.Correction = "approx",
+    first_step: types.FirstStep = "zeros",
+    optimize_1d: bool = False,
+    learning_rate_1d: types.ScalarOrSchedule | None = None,
+    b1_1d: jax.typing.ArrayLike = 0.9,
+    b2_1d: jax.typing.ArrayLike = 0.95,
+    eps_1d: jax.typing.ArrayLike | None = None,
+    weight_decay_1d: types.ScalarOrSchedule | None = 0.1,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+    amsgrad: bool = False,
+    second_moment: types.SecondMoment = "corrected",
+    mu_dtype: types.DType = None,
+    nu_dtype: types.DType = None,
+    prev_grad_dtype: types.DType = None,
+    keep_prev_grad: bool = True,
+    implementation: types.Implementation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""MARS-AdamW: AdamW on variance-reduced gradients.
+
+    Matrices are updated by
+
+    .. math::
+
+      x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)
+
+    with the direction :math:`u_t` of :func:`scale_by_mars`, whose docstring has the equations, and
+    all other leaves by AdamW with the values `*_1d`. With ``correction="none", max_norm=None,
+    optimize_1d=True`` it is :func:`optax.adamw`. What happens at the first step is told there, too.
+
+    Differences from the reference code: leaves of rank >= 3 are matrices, clipped as a whole, where
+    there they go to AdamW (``weight_dimension_numbers=dimension_numbers_by_path([])`` restores
+    that); `learning_rate_1d` is a learning rate or schedule of its own, where there `lr_1d / lr` is
+    frozen at construction; `mask` applies to all leaves, where there `weight_decay_1d` cannot be
+    turned off for single ones. Weight decay of the vectors is 0.1 unless told otherwise, as there.
+
+    Args:
+      learning_rate: :math:`\eta_t`, a number or a schedule of the step count, which starts at 0.
+      b1: Decay rate of the first moment, in [0, 1).
+      b2: Decay rate of the second moment, in [0, 1).
+      eps: Added to the root of the second moment, >= 0.
+      gamma: Scale of the correction, a number or a schedule.
+      weight_decay: :math:`\lambda` of the matrices, a number or a schedule.
+      mask: Which leaves decay: a tree of bools, a prefix of the parameters, or a callable that
+        makes one from them, as in :func:`optax.adamw`. None: all.
+      max_norm: Bound > 0 on the norm of each matrix's corrected gradient; None for no clip.
+      correction: ``"approx"`` or ``"none"``. (``"exact"`` is reserved and raises.)
+      first_step: ``"zeros"`` or ``"no_correction"``.
+      optimize_1d: Whether the other leaves, too, get the variance-reduced rule, with the main
+        values.
+      learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
+        `learning_rate`. The paper's GPT-2 runs use half of it.
+      b1_1d: Decay rate of their first moment, in [0, 1).
+      b2_1d: Decay rate of their second moment, in [0, 1).
+      eps_1d: Their epsilon, >= 0; None for `eps`.
+      weight_decay_1d: Their weight decay; None for `weight_decay`.
+      weight_dimension_numbers: Which leaves are matrices and which of their axes are reduction and
+        output axes; slices along other axes are clipped on their own. A
+        :class:`optax.contrib.MuonDimensionNumbers` (for all leaves of rank >= 2), a tree of them
+        with None for vectors, or a callable ``params -> tree``, such as
+        :func:`dimension_numbers_by_path` makes. None: all leaves of rank >= 2, each as a whole.
+      amsgrad: Whether the largest second moment so far is used, for the other leaves, too.
+      second_moment: ``"corrected"`` or ``"gradient"``, see :func:`scale_by_mars`.
+      mu_dtype: Storage dtype of the first moments; None for the parameter's.
+      nu_dtype: Storage dtype of the second moments; None for the parameter's, at least float32.
+      prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
+      keep_prev_grad: True. (False is reserved and raises.)
+      implementation: None or ``"xla"``. (``"pallas"`` is reserved and raises.)
+
+    Returns:
+      An optimizer. Updates have the dtypes of the parameters; decay and learning rate are applied
+      in at least float32. Without parameters, `update` works only if nothing decays.
+
+    Raises:
+      TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
+      ValueError: If an argument is out of its range; at ``init``, if axes do not fit a leaf; at
+        ``update``, if ``params`` is None though parameters decay.
+      NotImplementedError: If an argument asks for what is reserved.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> import optax
+      >>> def loss(params):
+      ...     return jnp.mean(jnp.square(jnp.ones((4, 3)) @ params["kernel"] + params["bias"] -
+      2.0)) >>> params = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}
+      >>> tx = mars_optax.mars(learning_rate=0.1, learning_rate_1d=0.05)
+      >>> state = tx.init(params)
+      >>> for step in range(6):
+      ...     value, grads = jax.value_and_grad(loss)(params)
+      ...     updates, state = tx.update(grads, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(f"{value:.3f}", end=" ")
+      4.000 2.723 1.692 0.907 0.367 0.068
+
+    References:
+      Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 2. Reference code:
+      ``MARS/optimizers/mars.py``, ``mars_type="mars-adamw"``, of https://github.com/AGI-Arena/MARS.
+    """
+    checks.flag("optimize_1d", optimize_1d)
+    rule = functools.partial(
+        scale_by_mars,
+        b1,
+        b2,
+        eps,
+        gamma,
+        max_norm=max_norm,
+        correction=correction,
+        first_step=first_step,
+        amsgrad=amsgrad,
+        second_moment=second_moment,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        prev_grad_dtype=prev_grad_dtype,
+        keep_prev_grad=keep_prev_grad,
+        implementation=implementation,
+    )
+    vector_rule = vector_adamw(
+        b1_1d,
+        b2_1d,
+        eps if eps_1d is None else eps_1d,
+        amsgrad=amsgrad,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+    )
+    return assembly.optimizer(
+        "mars",
+        lambda numbers: rule(weight_dimension_numbers=numbers),
+        None if optimize_1d else vector_rule,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        learning_rate_1d=learning_rate_1d,
+        weight_decay_1d=weight_decay_1d,
+        mask=mask,
+        weight_dimension_numbers=weight_dimension_numbers,
+        default=partition.matrix_from_rank_2,
+    )

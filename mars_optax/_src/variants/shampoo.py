@@ -1,0 +1,303 @@
+"""MARS-Shampoo: the orthogonalized momentum of the corrected gradient."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import optax
+
+from mars_optax._src import (
+    assembly,
+    checks,
+    orthogonalize,
+    partition,
+    previous,
+    transformation,
+    types,
+)
+from mars_optax._src.leaf import newton_schulz, precision
+from mars_optax._src.leaf.momentum import momentum_step
+from mars_optax._src.variants import adamw
+
+
+class ScaleByMarsShampooState(NamedTuple):
+    """State of :func:`scale_by_mars_shampoo`; each tree has the structure of the parameters."""
+
+    count: jax.Array  # shape=(), dtype=int32
+    mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
+    prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
+
+
+def scale_by_mars_shampoo(
+    b1: jax.typing.ArrayLike = 0.95,
+    gamma: types.ScalarOrSchedule = 0.025,
+    *,
+    max_norm: jax.typing.ArrayLike | None = 1.0,
+    correction: types.Correction = "approx",
+    first_step: types.FirstStep = "zeros",
+    mu_dtype: types.DType = None,
+    prev_grad_dtype: types.DType = None,
+    keep_prev_grad: bool = True,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+    implementation: types.Implementation | None = None,
+    ns_steps: jax.typing.ArrayLike = 5,
+    ns_coeffs: types.NewtonSchulzCoefficients = "quintic",
+    ns_dtype: types.DType = "bfloat16",
+    ns_precision: types.Precision = None,
+    newton_schulz_fn: types.NewtonSchulzFn | None = None,
+    eps: jax.typing.ArrayLike = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Rescales updates of matrices by the rule of MARS-Shampoo.
+
+    .. math::
+
+      c_t &= g_t + \gamma_t \frac{\beta_1}{1-\beta_1} (g_t - g_{t-1}), \qquad
+      \tilde c_t = c_t \min(1, \mathrm{max\_norm} / \lVert c_t \rVert_F) \\
+      m_t &= \beta_1 m_{t-1} + (1-\beta_1) \tilde c_t, \qquad
+      u_t = \sqrt{\max(1, n_\mathrm{out} / n_\mathrm{in})} \;
+      \mathrm{NewtonSchulz}\!\left(\frac{m_t}{1-\beta_1}\right)
+
+    for each matrix (in, out): a leaf of rank 2, or each slice of a leaf whose axes are declared. A
+    kernel and the transposed PyTorch weight get transposed updates. The direction :math:`u_t` has
+    the sign of the gradient and the gradient's dtype; :func:`orthogonalize` tells what the
+    iteration does.
+
+    At the first step :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1 / (1-\beta_1)` under
+    ``first_step="zeros"``, as in the reference code, and :math:`c_1 = g_1` under
+    ``"no_correction"``; the direction is nearly the same, but the moving average is not.
+
+    Differences: the clip is in the reference code, but not in the paper's Algorithm 4; the
+    iteration multiplies in the order of the reference's ``mars_m.py``, which is the same in exact
+    arithmetic and rounds otherwise; no second moment is allocated.
+
+    Args:
+      b1: Decay rate :math:`\beta_1` of the momentum, in [0, 1). 0 turns the correction off.
+      gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of
+        the step count, which starts at 0. The coefficient is computed in at least float32.
+      max_norm: Bound > 0 on the norm of each corrected gradient; None turns the clipping off.
+      correction: ``"approx"``, the gradient of the previous step, or ``"none"``. (``"exact"`` is
+        reserved and raises.)
+      first_step: ``"zeros"`` or ``"no_correction"``, see above.
+      mu_dtype: Storage dtype of :math:`m`; None for each parameter's own.
+      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own.
+      keep_prev_grad: True. (False is reserved and raises.)
+      weight_dimension_numbers: Axes of the matrices: a
+        :class:`optax.contrib.MuonDimensionNumbers`, a tree of them, or a callable
+        ``params -> tree``. None: every leaf is a matrix (in, out) of rank 2.
+      implementation: None or ``"xla"``. (``"pallas"`` is reserved and raises.)
+      ns_steps: Number of iterations, an integer >= 0.
+      ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
+      ns_dtype: The dtype of the iteration.
+      ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
+      newton_schulz_fn: A function in place of the iteration: it gets the momentum divided by
+        1 - b1 as a stack (batch, in, out) of at least float32, and returns the same shape and
+        dtype. The shape factor comes after.
+      eps: Added to the Frobenius norm, >= 0.
+
+    Returns:
+      A transformation with state :class:`ScaleByMarsShampooState`.
+
+    Raises:
+      TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
+      ValueError: If an argument is out of its range; at ``init``, if axes do not fit a leaf or a
+        leaf is no matrix; at ``update``, if `newton_schulz_fn` returns another shape or dtype.
+      NotImplementedError: If an argument asks for what is reserved.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> tx = mars_optax.scale_by_mars_shampoo(ns_coeffs="polar_express", ns_steps=8)
+      >>> params = jnp.zeros((2, 2))
+      >>> state = tx.init(params)
+      >>> direction, state = tx.update(jnp.array([[0.3, 0.0], [0.0, -2.0]]), state)
+      >>> print(direction.astype(int))
+      [[ 1  0]
+       [ 0 -1]]
+
+    References:
+      Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 4. Reference code:
+      ``MARS/optimizers/mars.py``, ``mars_type="mars-shampoo"``, of
+      https://github.com/AGI-Arena/MARS.
+    """
+    iteration = orthogonalize.Orthogonalization(
+        ns_steps, ns_coeffs, ns_dtype, ns_precision, eps, newton_schulz_fn
+    )
+    checks.decay_rate("b1", b1)
+    first = functools.partial(previous.zeros, dtype=checks.float_dtype("mu_dtype", mu_dtype))
+    return transformation.variance_reduced(
+        "scale_by_mars_shampoo",
+        ScaleByMarsShampooState,
+        momentum_step,
+        moments={"mu": first},
+        scalars=lambda count: {"b1": b1},
+        matrix_direction=orthogonalize.matrix_direction(
+            iteration, newton_schulz.spectral_factor, divisor=1 - precision.widen_scalar(b1)
+        ),
+        gamma=gamma,
+        b1=b1,
+        max_norm=max_norm,
+        correction=correction,
+        first_step=first_step,
+        prev_grad_dtype=prev_grad_dtype,
+        keep_prev_grad=keep_prev_grad,
+        weight_dimension_numbers=weight_dimension_numbers,
+        implementation=implementation,
+    )
+
+
+def mars_shampoo(
+    learning_rate: types.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.95,
+    gamma: types.ScalarOrSchedule = 0.025,
+    weight_decay: types.ScalarOrSchedule = 0.0,
+    mask: types.Mask | None = None,
+    *,
+    b2: jax.typing.ArrayLike = 0.99,
+    eps: jax.typing.ArrayLike = 1e-8,
+    ns_steps: jax.typing.ArrayLike = 5,
+    ns_coeffs: types.NewtonSchulzCoefficients = "quintic",
+    ns_dtype: types.DType = "bfloat16",
+    ns_precision: types.Precision = None,
+    newton_schulz_fn: types.NewtonSchulzFn | None = None,
+    max_norm: jax.typing.ArrayLike | None = 1.0,
+    correction: types.Correction = "approx",
+    first_step: types.FirstStep = "zeros",
+    optimize_1d: bool = False,
+    learning_rate_1d: types.ScalarOrSchedule | None = None,
+    b1_1d: jax.typing.ArrayLike = 0.9,
+    b2_1d: jax.typing.ArrayLike = 0.95,
+    eps_1d: jax.typing.ArrayLike | None = None,
+    weight_decay_1d: types.ScalarOrSchedule | None = 0.1,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+    mu_dtype: types.DType = None,
+    prev_grad_dtype: types.DType = None,
+    keep_prev_grad: bool = True,
+    implementation: types.Implementation | None = None,
+    amsgrad: bool = False,
+    nu_dtype: types.DType = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""MARS-Shampoo: orthogonalized momentum of variance-reduced gradients.
+
+    Matrices are updated by
+
+    .. math::
+
+      x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)
+
+    with the direction :math:`u_t` of :func:`scale_by_mars_shampoo`, whose docstring has the
+    equations, the first step and the differences from the reference code. All other leaves are
+    updated by AdamW with the values `*_1d`; with `optimize_1d` by :func:`mars` with the main
+    values.
+
+    Args:
+      learning_rate: :math:`\eta_t`, a number or a schedule of the step count, which starts at 0.
+      b1: Decay rate of the momentum, in [0, 1).
+      gamma: Scale of the correction, a number or a schedule.
+      weight_decay: :math:`\lambda` of the matrices, a number or a schedule.
+      mask: Which leaves decay, as in :func:`mars`.
+      b2: Decay rate, in [0, 1), of the second moment of the other leaves under `optimize_1d`.
+      eps: Epsilon >= 0 of the orthogonalization, and of the other leaves.
+      ns_steps: Number of Newton-Schulz iterations, an integer >= 0.
+      ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
+      ns_dtype: The dtype of the iteration.
+      ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
+      newton_schulz_fn: A function in place of the iteration, as in :func:`scale_by_mars_shampoo`.
+      max_norm: Bound > 0 on the norm of each matrix's corrected gradient; None for no clip.
+      correction: ``"approx"`` or ``"none"``. (``"exact"`` is reserved and raises.)
+      first_step: ``"zeros"`` or ``"no_correction"``.
+      optimize_1d: Whether the other leaves, too, get a variance-reduced rule, that of :func:`mars`.
+      learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
+        `learning_rate`. Not used under `optimize_1d`.
+      b1_1d: Decay rate of their first moment, in [0, 1). Not used under `optimize_1d`.
+      b2_1d: Decay rate of their second moment, in [0, 1). Not used under `optimize_1d`.
+      eps_1d: Their epsilon, >= 0; None for `eps`. Not used under `optimize_1d`.
+      weight_decay_1d: Their weight decay; None for `weight_decay`. Not used under `optimize_1d`.
+      weight_dimension_numbers: Which leaves are matrices and which of their axes are reduction and
+        output axes; slices along other axes are matrices of their own. As in :func:`mars`, but
+        None: leaves of exactly rank 2. Embeddings are among these: name them to leave them out.
+      mu_dtype: Storage dtype of the first moments; None for the parameter's.
+      prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
+      keep_prev_grad: True. (False is reserved and raises.)
+      implementation: None or ``"xla"``. (``"pallas"`` is reserved and raises.)
+      amsgrad: Whether the other leaves use their largest second moment so far.
+      nu_dtype: Storage dtype of their second moments; None for the parameter's, at least float32.
+
+    Returns:
+      An optimizer, as :func:`mars` does.
+
+    Raises:
+      TypeError: As :func:`mars`.
+      ValueError: As :func:`mars`.
+      NotImplementedError: As :func:`mars`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> import optax
+      >>> params = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "bias": jnp.array([1.0, -1.0])}
+      >>> tx = mars_optax.mars_shampoo(learning_rate=0.1, ns_dtype="float32")
+      >>> state = tx.init(params)
+      >>> for _ in range(3):
+      ...     grads = params  # of half the sum of squares
+      ...     updates, state = tx.update(grads, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(f"{jnp.sum(params['kernel'] ** 2) / 2:.2f}", end=" ")
+      6.65 6.19 5.74
+
+    References:
+      Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 4. Reference code:
+      ``MARS/optimizers/mars.py``, ``mars_type="mars-shampoo"``, of
+      https://github.com/AGI-Arena/MARS.
+    """
+    checks.flag("optimize_1d", optimize_1d)
+    shared = {
+        "max_norm": max_norm,
+        "correction": correction,
+        "first_step": first_step,
+        "mu_dtype": mu_dtype,
+        "prev_grad_dtype": prev_grad_dtype,
+        "keep_prev_grad": keep_prev_grad,
+        "implementation": implementation,
+    }
+    rule = functools.partial(
+        scale_by_mars_shampoo,
+        b1,
+        gamma,
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        ns_precision=ns_precision,
+        newton_schulz_fn=newton_schulz_fn,
+        eps=eps,
+        **shared,
+    )
+    variance_reduced_vectors = adamw.scale_by_mars(
+        b1,
+        b2,
+        eps,
+        gamma,
+        amsgrad=amsgrad,
+        nu_dtype=nu_dtype,
+        weight_dimension_numbers=partition.no_matrices,
+        **shared,
+    )
+    plain_vectors = adamw.vector_adamw(
+        b1_1d,
+        b2_1d,
+        eps if eps_1d is None else eps_1d,
+        amsgrad=amsgrad,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+    )
+    return assembly.optimizer(
+        "mars_shampoo",
+        lambda numbers: rule(weight_dimension_numbers=numbers),
+        variance_reduced_vectors if optimize_1d else plain_vectors,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        learning_rate_1d=None if optimize_1d else learning_rate_1d,
+        weight_decay_1d=None if optimize_1d else weight_decay_1d,
+        mask=mask,
+        weight_dimension_numbers=weight_dimension_numbers,
+        default=partition.matrix_at_rank_2,
+    )
