@@ -6,8 +6,8 @@ A number is checked only where it is one when the transformation is built: an ar
 
 import math
 import numbers
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +175,7 @@ def path_string(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def is_tree_function(value: Any) -> bool:
+def is_tree_function(value: Any) -> TypeGuard[Callable[[Any], Any]]:
     """Whether `value` is a function of a tree, rather than a tree that happens to be callable.
 
     Equinox modules are trees and may be callable; a function is a leaf.

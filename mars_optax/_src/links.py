@@ -13,7 +13,7 @@ from mars_optax._src.leaf import clipping, precision
 class CorrectGradientsState(NamedTuple):
     """State of :func:`correct_gradients`; the tree has the structure of the parameters."""
 
-    count: jax.Array  # shape=(), dtype=int32
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
     prev_grad: optax.Updates  # dtype=prev_grad_dtype or the parameter's
 
 
@@ -113,7 +113,7 @@ def correct_gradients(
         def added(grad: jax.Array, prev_grad: jax.Array) -> jax.Array:
             dtype = precision.compute_dtype(grad, prev_grad)
             k = precision.widen_scalar(coefficient, dtype)
-            return k * (grad - precision.widen(prev_grad, dtype))
+            return jnp.multiply(k, grad - precision.widen(prev_grad, dtype))
 
         corrections = jax.tree.map(added, wide, state.prev_grad)
         if correction_clip is not None:

@@ -325,8 +325,7 @@ def dimension_numbers_by_path(
             axes = _DEFAULTS[default](jnp.ndim(leaf))
             return axes.dimension_numbers if axes.is_matrix else None
 
-        return treedef.unflatten(
-            [of_leaf(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
-        )
+        specs = [of_leaf(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
+        return jax.tree.unflatten(treedef, specs)
 
     return dimension_numbers

@@ -20,7 +20,8 @@ def map_unzip(
     Returns:
       A tree for each of `outputs`, None for the absent ones.
     """
-    leaves, treedef = jax.tree.flatten(inputs[0])
+    leaves = jax.tree.leaves(inputs[0])
+    treedef: Any = jax.tree.structure(inputs[0])
     columns = [
         [None] * len(leaves) if tree is None else treedef.flatten_up_to(tree) for tree in inputs[1:]
     ]
@@ -28,6 +29,6 @@ def map_unzip(
     results = list(zip(*rows, strict=True)) or [()] * len(outputs)
     # The output's own structure, not that of the first input: metadata in its nodes may differ.
     return tuple(
-        None if tree is None else jax.tree.structure(tree).unflatten(result)
+        None if tree is None else jax.tree.unflatten(jax.tree.structure(tree), result)
         for tree, result in zip(outputs, results, strict=True)
     )

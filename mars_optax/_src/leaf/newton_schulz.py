@@ -68,16 +68,17 @@ def newton_schulz(
         iterate = iterate.astype(dtype)
     table = jnp.asarray(coeffs, precision.compute_dtype(iterate))
 
-    def step(i: jax.Array, x: jax.Array) -> jax.Array:
+    def body(i: jax.Array, x: jax.Array) -> jax.Array:
         a, b, c = table[jnp.minimum(i, len(table) - 1)]
         gram = jnp.matmul(x, jnp.conj(jnp.swapaxes(x, -2, -1)), precision=matmul_precision)
         gram_squared = jnp.matmul(gram, gram, precision=matmul_precision)
         polynomial = (b * precision.widen(gram) + c * precision.widen(gram_squared)).astype(x.dtype)
         product = jnp.matmul(polynomial, x, precision=matmul_precision)
-        return (a * precision.widen(x) + precision.widen(product)).astype(x.dtype)
+        total: jax.Array = a * precision.widen(x) + precision.widen(product)
+        return total.astype(x.dtype)
 
     # A rolled loop: unrolled, XLA keeps the intermediates of all steps at once.
-    iterate = jax.lax.fori_loop(0, steps, step, iterate)
+    iterate = jax.lax.fori_loop(0, steps, body, iterate)
     if is_tall:
         iterate = jnp.swapaxes(iterate, -2, -1)
     return iterate.astype(x.dtype)

@@ -8,14 +8,22 @@ import jax.numpy as jnp
 
 def compute_dtype(*arrays: Any) -> jnp.dtype:
     """The real dtype in which these arrays are worked on: at least float32."""
-    return jnp.finfo(jnp.result_type(jnp.float32, *arrays)).dtype
+    dtypes = [jnp.result_type(x) for x in arrays]
+    # An 8-bit float is promoted with nothing; float32 holds it.
+    return _real_part(jnp.result_type(jnp.float32, *(d for d in dtypes if d.itemsize > 1)))
+
+
+def _real_part(dtype: Any) -> jnp.dtype:
+    return jnp.dtype(jnp.finfo(dtype).dtype)  # type: ignore[no-untyped-call]
 
 
 def widen(x: Any, dtype: Any = None) -> jax.Array:
     """`x` in at least float32, or in the real `dtype`; complex stays complex."""
-    x = jnp.asarray(x)
-    dtype = compute_dtype(x) if dtype is None else dtype
-    return x.astype(jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype)
+    array = jnp.asarray(x)
+    dtype = compute_dtype(array) if dtype is None else dtype
+    if jnp.iscomplexobj(array):
+        dtype = jnp.promote_types(dtype, jnp.complex64)
+    return array.astype(dtype)
 
 
 def widen_scalar(x: Any, dtype: Any = None) -> Any:
@@ -43,9 +51,7 @@ def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) 
     """
     own = jnp.result_type(x)
     if averages_squares:
-        return jnp.dtype(
-            jnp.finfo(jnp.promote_types(own, jnp.float32)).dtype if dtype is None else dtype
-        )
+        return compute_dtype(x) if dtype is None else jnp.dtype(dtype)
     if dtype is None:
         return jnp.dtype(own)
     is_complex = jnp.issubdtype(own, jnp.complexfloating)

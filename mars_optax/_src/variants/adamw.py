@@ -15,7 +15,7 @@ from mars_optax._src.leaf.correction import corrected_gradient
 class ScaleByMarsState(NamedTuple):
     """State of :func:`scale_by_mars`; each tree has the structure of the parameters, or is None."""
 
-    count: jax.Array  # shape=(), dtype=int32
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
     mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
     nu: optax.Updates  # average of |c|^2, real, dtype=nu_dtype or at least float32
     prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's

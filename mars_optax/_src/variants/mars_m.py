@@ -23,7 +23,7 @@ from mars_optax._src.variants import adamw
 class ScaleByMarsMState(NamedTuple):
     """State of :func:`scale_by_mars_m`; each tree has the structure of the parameters."""
 
-    count: jax.Array  # shape=(), dtype=int32
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
     mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
     prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
 
