@@ -300,8 +300,9 @@ def mars(
       >>> import mars_optax
       >>> import optax
       >>> def loss(params):
-      ...     return jnp.mean(jnp.square(jnp.ones((4, 3)) @ params["kernel"] + params["bias"] -
-      2.0)) >>> params = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}
+      ...     outputs = jnp.ones((4, 3)) @ params["kernel"] + params["bias"]
+      ...     return jnp.mean(jnp.square(outputs - 2.0))
+      >>> params = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}
       >>> tx = mars_optax.mars(learning_rate=0.1, learning_rate_1d=0.05)
       >>> state = tx.init(params)
       >>> for step in range(6):
