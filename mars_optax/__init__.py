@@ -20,4 +20,5 @@ from mars_optax._src.variants.mars_m import scale_by_mars_m as scale_by_mars_m
 from mars_optax._src.variants.shampoo import ScaleByMarsShampooState as ScaleByMarsShampooState
 from mars_optax._src.variants.shampoo import mars_shampoo as mars_shampoo
 from mars_optax._src.variants.shampoo import scale_by_mars_shampoo as scale_by_mars_shampoo
+from mars_optax._src.variants.storm import storm_adamw as storm_adamw
 from mars_optax._version import __version__ as __version__

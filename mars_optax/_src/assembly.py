@@ -1,20 +1,28 @@
 """From a rule for matrices and one for vectors to an optimizer: partition, decay, learning rate."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from mars_optax._src import checks, partition, run, types
+from mars_optax._src import checks, partition, previous, run, types
 from mars_optax._src.leaf import precision
+
+
+class PreviousParamsState(NamedTuple):
+    """State of an optimizer in exact mode that treats matrices and vectors differently."""
+
+    prev_params: optax.Params  # dtype=the parameter's
+    inner_state: optax.OptState
 
 
 def optimizer(
     name: str,
-    matrix_rule: Callable[[types.WeightDimensionNumbers], optax.GradientTransformation],
-    vector_rule: optax.GradientTransformation | None,
+    matrix_rule: Callable[..., optax.GradientTransformationExtraArgs],
+    vector_rule: Callable[..., optax.GradientTransformationExtraArgs] | None,
     *,
+    correction: types.Correction,
     learning_rate: types.ScalarOrSchedule,
     weight_decay: types.ScalarOrSchedule,
     learning_rate_1d: types.ScalarOrSchedule | None,
@@ -27,9 +35,11 @@ def optimizer(
 
     Args:
       name: The public name, for errors.
-      matrix_rule: Makes the transformation of the matrices from their dimension numbers.
-      vector_rule: The transformation of the vectors, or None where the matrix rule takes
+      matrix_rule: Makes the transformation of the matrices from `weight_dimension_numbers` and
+        `correction`.
+      vector_rule: Makes that of the vectors from `correction`, or None where the matrix rule takes
         all leaves.
+      correction: The correction that the user asked for.
       learning_rate: Of the matrices.
       weight_decay: Of the matrices.
       learning_rate_1d: Of the vectors; None for `learning_rate`.
@@ -49,7 +59,12 @@ def optimizer(
     decays = {"weight_decay": weight_decay}
     if vector_rule is not None:
         decays["weight_decay_1d"] = weight_decay_1d
-    matrix_rule(None)  # A wrong argument of the rule fails here, not at `init`.
+    # Wrong arguments of the rules fail here, not at `init`.
+    matrix_rule(weight_dimension_numbers=None, correction=correction)
+    # `grad_fn` wants all parameters: where no single rule sees them, the optimizer keeps them.
+    hands_over = correction == "exact" and vector_rule is not None
+    inner_correction = previous.HANDED_OVER if hands_over else correction
+    vector = None if vector_rule is None else vector_rule(correction=inner_correction)
 
     def chain_for(tree: Any) -> optax.GradientTransformationExtraArgs:
         """The optimizer of a tree of these shapes: rules by name and masks see it as a whole."""
@@ -67,19 +82,27 @@ def optimizer(
                 optax.scale_by_learning_rate(rate),
             )
 
-        if vector_rule is None:
-            return finished(matrix_rule(weight_dimension_numbers), learning_rate, weight_decay)
+        def matrix(numbers: Any) -> optax.GradientTransformationExtraArgs:
+            rule = matrix_rule(weight_dimension_numbers=numbers, correction=inner_correction)
+            return finished(rule, learning_rate, weight_decay)
+
+        if vector is None:
+            return matrix(weight_dimension_numbers)
         axes = partition.resolve_axes(weight_dimension_numbers, tree, default)
         labels = jax.tree.map(lambda a: "matrix" if a.is_matrix else "vector", axes)
         matrix_numbers = jax.tree.map(
             lambda a: a.dimension_numbers if a.is_matrix else optax.MaskedNode(), axes
         )
-        matrix = finished(matrix_rule(matrix_numbers), learning_rate, weight_decay)
-        vector = finished(vector_rule, learning_rate_1d, weight_decay_1d)
-        return optax.partition({"matrix": matrix, "vector": vector}, labels)
+        rules = {
+            "matrix": matrix(matrix_numbers),
+            "vector": finished(vector, learning_rate_1d, weight_decay_1d),
+        }
+        # Each group gets its part of `prev_grad`, where that is handed over.
+        return optax.partition(rules, labels, mask_compatible_extra_args=hands_over)
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        return chain_for(params).init(params)
+        state = chain_for(params).init(params)
+        return PreviousParamsState(previous.copies(params), state) if hands_over else state
 
     def update_fn(
         updates: optax.Updates,
@@ -93,9 +116,18 @@ def optimizer(
         # Decay and learning rate, too, are applied in at least float32, and rounded once.
         wide_updates = jax.tree.map(precision.widen, updates)
         wide_params = jax.tree.map(precision.widen, like)
+        inner_state = state
+        if hands_over:
+            checks.exact_arguments(params, extra_args)
+            prev_grad = previous.evaluate(extra_args["grad_fn"], state.prev_params, updates)
+            extra_args = {"prev_grad": prev_grad}
+            inner_state = state.inner_state
         direction, new_state = chain_for(updates).update(
-            wide_updates, state, wide_params, **extra_args
+            wide_updates, inner_state, wide_params, **extra_args
         )
+        if hands_over:
+            prev_params = previous.copies(params, like=state.prev_params)
+            new_state = PreviousParamsState(prev_params, new_state)
         return run.narrow(direction, like), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -6,7 +6,7 @@ A number is checked only where it is one when the transformation is built: an ar
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -127,20 +127,46 @@ def xla_only(implementation: Any) -> None:
         )
 
 
-def approximate_only(correction: Any, keep_prev_grad: Any) -> None:
-    """Which forms of the correction there are: so far the approximate one and none."""
-    choice("correction", correction, ("approx", "exact", "none"))
-    if correction == "exact":
-        raise NotImplementedError(
-            "`correction`: exact mode is not in this version. Pass 'approx' for the previous "
-            "step's gradient, or 'none' for no correction."
-        )
-    flag("keep_prev_grad", keep_prev_grad)
+def keeps_prev_grad(keep_prev_grad: bool, conflict: str, instead: str) -> None:
+    """Raises where a setting needs the previous gradient, and there is to be none."""
     if not keep_prev_grad:
-        raise NotImplementedError(
-            "`keep_prev_grad`: the form without the previous gradient is not in this version. Pass "
-            "True; `prev_grad_dtype` makes the buffer smaller."
+        raise ValueError(
+            f"`keep_prev_grad`: expected True with {conflict}, got False: without the previous "
+            f"gradient its correction cannot be computed. Pass {instead} there, or "
+            "`keep_prev_grad=True`."
         )
+
+
+def exact_arguments(params: Any, extra_args: Mapping[str, Any]) -> None:
+    """What `update` needs where gradients are taken at the previous parameters."""
+    advice = (
+        "Call `update(grads, state, params, grad_fn=grad_fn)` with a function that maps parameters "
+        "to gradients of this step's batch."
+    )
+    if not callable(extra_args.get("grad_fn")):
+        raise ValueError(
+            f"`grad_fn`: expected a function, got {extra_args.get('grad_fn')!r}. {advice}"
+        )
+    if params is None:
+        raise ValueError(f"`params`: expected the parameters, got None. {advice}")
+
+
+def same_shapes(name: str, got: Any, like: Any) -> None:
+    """The result of a user's function has the structure and shapes of another tree."""
+    advice = "Return gradients as `jax.grad` does: one for each parameter, of its shape."
+    got_structure: Any = jax.tree.structure(got)
+    if got_structure != jax.tree.structure(like):
+        raise ValueError(
+            f"`{name}`: expected a result of the structure of the gradients, "
+            f"{jax.tree.structure(like)}, got {got_structure}. {advice}"
+        )
+    leaves = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(like), strict=True)
+    for (path, leaf), other in leaves:
+        if jnp.shape(leaf) != jnp.shape(other):
+            raise ValueError(
+                f"`{name}`: expected shape {jnp.shape(other)} for leaf '{path_string(path)}', got "
+                f"{jnp.shape(leaf)}. {advice}"
+            )
 
 
 def inexact_leaves(params: Any) -> None:

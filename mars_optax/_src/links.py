@@ -11,10 +11,12 @@ from mars_optax._src.leaf import clipping, precision
 
 
 class CorrectGradientsState(NamedTuple):
-    """State of :func:`correct_gradients`; the tree has the structure of the parameters."""
+    """State of :func:`correct_gradients`; trees are of the parameters' structure, or None."""
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
-    prev_grad: optax.Updates  # dtype=prev_grad_dtype or the parameter's
+    prev_grad: optax.Updates | None  # in approximate mode, dtype=prev_grad_dtype or the parameter's
+    prev_params: optax.Params | None  # in exact mode and STORM, dtype=the parameter's
+    prev_corrected: optax.Updates | None  # c of STORM, dtype=prev_grad_dtype or the parameter's
 
 
 def correct_gradients(
@@ -88,17 +90,23 @@ def correct_gradients(
       Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, equation (3.10) and Remark 3.3.
     """
     checks.choice("correction", correction, ("approx", "exact", "storm"))
-    if correction != "approx":
-        raise NotImplementedError(
-            f"`correction`: {correction!r} is not in this version. Pass 'approx' for the previous "
-            "step's gradient."
-        )
     checks.max_norm(correction_clip, name="correction_clip")
-    source = previous.PreviousGradient(gamma, b1, "approx", first_step, prev_grad_dtype)
+    is_storm = correction == "storm"
+    source = previous.PreviousGradient(
+        gamma,
+        b1,
+        "exact" if is_storm else correction,
+        "no_correction" if is_storm else first_step,
+        prev_grad_dtype,
+    )
 
     def init_fn(params: optax.Params) -> CorrectGradientsState:
         checks.inexact_leaves(params)
-        return CorrectGradientsState(jnp.zeros([], jnp.int32), source.init(params))
+        return CorrectGradientsState(
+            count=jnp.zeros([], jnp.int32),
+            prev_corrected=previous.zeros(params, source.dtype) if is_storm else None,
+            **source.init(params),
+        )
 
     def update_fn(
         updates: optax.Updates,
@@ -106,16 +114,22 @@ def correct_gradients(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, CorrectGradientsState]:
-        del params, extra_args
-        coefficient = source.coefficient(state.count)
         wide = jax.tree.map(precision.widen, updates)
+        prev_grad = source.gradients(updates, state, params, extra_args)
+        if is_storm:
+            # c = g + (1 - gamma) (c_prev - g_prev), and c = g at the first step.
+            coefficient = jnp.where(state.count == 0, 0.0, 1 - source.gamma_at(state.count))
+            minuend = state.prev_corrected
+        else:
+            coefficient = source.coefficient(state.count)
+            minuend = wide
 
-        def added(grad: jax.Array, prev_grad: jax.Array) -> jax.Array:
-            dtype = precision.compute_dtype(grad, prev_grad)
-            k = precision.widen_scalar(coefficient, dtype)
-            return jnp.multiply(k, grad - precision.widen(prev_grad, dtype))
+        def added(x: jax.Array, prev_grad: jax.Array, grad: jax.Array) -> jax.Array:
+            dtype = precision.compute_dtype(x, prev_grad, grad)
+            difference = precision.widen(x, dtype) - precision.widen(prev_grad, dtype)
+            return jnp.multiply(precision.widen_scalar(coefficient, dtype), difference)
 
-        corrections = jax.tree.map(added, wide, state.prev_grad)
+        corrections = jax.tree.map(added, minuend, prev_grad, wide)
         if correction_clip is not None:
             norm = optax.global_norm(corrections)
             # As in the clip of a leaf, NaN and a norm of 0 leave the factor at 1.
@@ -125,9 +139,12 @@ def correct_gradients(
                 corrections,
             )
         corrected = jax.tree.map(jnp.add, wide, corrections)
-        prev_grad = source.advance(updates, state.prev_grad)
-        count = optax.safe_increment(state.count)
-        return run.narrow(corrected, updates), CorrectGradientsState(count, prev_grad)
+        new_state = CorrectGradientsState(
+            count=optax.safe_increment(state.count),
+            prev_corrected=previous.copies(corrected, like=state.prev_corrected),
+            **source.advance(updates, state, params),
+        )
+        return run.narrow(corrected, updates), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -1,7 +1,8 @@
-"""Where the previous gradient of the correction comes from: a buffer in the state, or nowhere."""
+"""Where the previous gradient of the correction comes from, and what the state keeps for it."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +11,27 @@ import optax
 from mars_optax._src import checks, types
 from mars_optax._src.leaf import correction, precision
 
+# The correction of a transformation whose previous gradients an optimizer around it hands over, as
+# the extra argument `prev_grad`: it evaluates `grad_fn` for all parameters, matrices and vectors.
+HANDED_OVER: Final = object()
+
 
 @dataclasses.dataclass(frozen=True)
 class PreviousGradient:
-    """The approximate correction, Remark 3.3 of the paper: the gradient of the previous step.
+    """The previous gradient of the correction, and its coefficient.
 
     Attributes:
       gamma: The scale of the correction, a number or a schedule.
       b1: The decay rate of the momentum, which the coefficient shares.
-      mode: "approx", or "none" for no correction and no buffer.
+      mode: "approx", the gradient of the previous step (Remark 3.3 of the paper); "exact", that of
+        this batch at the previous parameters; "none", no correction; or `HANDED_OVER`.
       first_step: What the previous gradient of the first step is: "zeros", or "no_correction".
-      dtype: The dtype of the buffer; None is each parameter's own.
+      dtype: The dtype of the buffer of "approx"; None is each parameter's own.
     """
 
     gamma: types.ScalarOrSchedule
     b1: jax.typing.ArrayLike
-    mode: str = "approx"
+    mode: Any = "approx"
     first_step: types.FirstStep = "zeros"
     dtype: Any = None
 
@@ -35,26 +41,53 @@ class PreviousGradient:
         checks.choice("first_step", self.first_step, ("zeros", "no_correction"))
         object.__setattr__(self, "dtype", checks.float_dtype("prev_grad_dtype", self.dtype))
 
-    def init(self, params: optax.Params) -> Any:
-        """The buffer before the first step."""
-        return None if self.mode == "none" else zeros(params, self.dtype)
+    def init(self, params: optax.Params) -> dict[str, Any]:
+        """The fields `prev_grad` and `prev_params` of the state before the first step."""
+        return {
+            "prev_grad": zeros(params, self.dtype) if self.mode == "approx" else None,
+            "prev_params": copies(params) if self.mode == "exact" else None,
+        }
 
     def coefficient(self, count: jax.Array) -> Any:
         """The factor of g - g_prev at this step, gamma b1 / (1 - b1)."""
-        gamma = self.gamma(count) if callable(self.gamma) else self.gamma
-        k = correction.correction_coefficient(gamma, self.b1)
+        k = correction.correction_coefficient(self.gamma_at(count), self.b1)
         return jnp.where(count == 0, 0.0, k) if self.first_step == "no_correction" else k
 
-    def advance(self, updates: optax.Updates, prev_grad: Any) -> Any:
-        """The buffer after this step, in the dtype it has."""
-        if prev_grad is None:
+    def gamma_at(self, count: jax.Array) -> Any:
+        """Gamma at a step, counted from 0."""
+        return self.gamma(count) if callable(self.gamma) else self.gamma
+
+    def gradients(
+        self, updates: optax.Updates, state: Any, params: Any, extra_args: Mapping[str, Any]
+    ) -> Any:
+        """The previous gradients of this step, or None for no correction."""
+        if self.mode == "approx":
+            return state.prev_grad
+        if self.mode == "none":
             return None
-        # A copy: kept by reference, an eager gradient and the state would be one buffer, and
-        # donating both, or overwriting the gradient in place, would fail. Under jit it costs
-        # nothing.
-        return jax.tree.map(
-            lambda g, prev: jnp.array(g, dtype=prev.dtype, copy=True), updates, prev_grad
-        )
+        if self.mode == "exact":
+            checks.exact_arguments(params, extra_args)
+            prev_grad = evaluate(extra_args["grad_fn"], state.prev_params, updates)
+        else:
+            prev_grad = extra_args["prev_grad"]
+        if self.first_step == "zeros":
+            # There are no previous parameters before the first step.
+            prev_grad = jax.tree.map(lambda g: jnp.where(state.count == 0, 0, g), prev_grad)
+        return prev_grad
+
+    def advance(self, updates: optax.Updates, state: Any, params: Any) -> dict[str, Any]:
+        """The fields `prev_grad` and `prev_params` after this step, in the dtypes they have."""
+        return {
+            "prev_grad": copies(updates, like=state.prev_grad),
+            "prev_params": copies(params, like=state.prev_params),
+        }
+
+
+def evaluate(grad_fn: Any, prev_params: Any, updates: optax.Updates) -> Any:
+    """The gradients of this batch at the previous parameters, of the structure of `updates`."""
+    prev_grad = grad_fn(prev_params)
+    checks.same_shapes("grad_fn", prev_grad, updates)
+    return prev_grad
 
 
 def zeros(params: optax.Params, dtype: Any = None, *, averages_squares: bool = False) -> Any:
@@ -65,3 +98,18 @@ def zeros(params: optax.Params, dtype: Any = None, *, averages_squares: bool = F
         ),
         params,
     )
+
+
+_SAME: Final = object()
+
+
+def copies(tree: Any, like: Any = _SAME) -> Any:
+    """Copies of the leaves of `tree`, in the dtypes of `like`; None where `like` is None.
+
+    Kept by reference, an eager gradient and the state would be one buffer, and donating both, or
+    overwriting the gradient in place, would fail. Under jit a copy costs nothing.
+    """
+    if like is None:
+        return None
+    like = tree if like is _SAME else like
+    return jax.tree.map(lambda x, y: jnp.array(x, dtype=jnp.result_type(y), copy=True), tree, like)

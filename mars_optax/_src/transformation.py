@@ -34,7 +34,8 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
 
     Args:
       name: The public name, for errors.
-      state_type: The state, with the fields `count`, `prev_grad` and those of `moments`.
+      state_type: The state, with the fields `count`, `prev_grad`, `prev_params` and those of
+        `moments`.
       step: The elementwise update of one leaf, see :data:`run.Step`.
       moments: The moving averages in the order in which `step` takes them, and how each begins.
       scalars: The hyperparameters of `step` at a count that starts at 1.
@@ -42,9 +43,18 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         With it, every leaf must be a matrix.
     """
     checks.max_norm(max_norm)
-    checks.approximate_only(correction, keep_prev_grad)
+    if correction is not previous.HANDED_OVER:
+        checks.choice("correction", correction, ("approx", "exact", "none"))
     checks.xla_only(implementation)
-    source = previous.PreviousGradient(gamma, b1, correction, first_step, prev_grad_dtype)
+    checks.flag("keep_prev_grad", keep_prev_grad)
+    if max_norm is not None:
+        checks.keeps_prev_grad(keep_prev_grad, f"`max_norm`={max_norm!r}", "None")
+    if correction != "approx":
+        checks.keeps_prev_grad(keep_prev_grad, f"`correction`={correction!r}", "'approx'")
+    if prev_grad_dtype is not None:
+        checks.keeps_prev_grad(keep_prev_grad, f"`prev_grad_dtype`={prev_grad_dtype!r}", "None")
+    mode = correction if keep_prev_grad else "none"
+    source = previous.PreviousGradient(gamma, b1, mode, first_step, prev_grad_dtype)
     is_matrix_rule = matrix_direction is not None
     default = partition.matrix_at_rank_2 if is_matrix_rule else partition.matrix_from_rank_2
 
@@ -59,31 +69,32 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         partition.record_axes(axes)
         return state_type(
             count=jnp.zeros([], jnp.int32),
-            prev_grad=source.init(params),
+            **source.init(params),
             **{moment: zeros(params) for moment, zeros in moments.items()},
         )
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        del params, extra_args
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
+        form = {} if keep_prev_grad else {"next_gamma": source.gamma_at(count)}
         direction, new_moments = run.run_step(
             step,
             updates,
-            state.prev_grad,
+            source.gradients(updates, state, params, extra_args),
             tuple(getattr(state, moment) for moment in moments),
             coefficient=source.coefficient(state.count),
             max_norm=max_norm,
             axes=axes,
             **scalars(count),
+            **form,
         )
         if matrix_direction is not None:
             direction = jax.tree.map(matrix_direction, direction, axes)
         new_state = state_type(
             count=count,
-            prev_grad=source.advance(updates, state.prev_grad),
+            **source.advance(updates, state, params),
             **dict(zip(moments, new_moments, strict=True)),
         )
         return run.narrow(direction, updates), new_state

@@ -10,6 +10,7 @@ import optax
 from mars_optax._src import assembly, checks, partition, previous, transformation, types
 from mars_optax._src.leaf import precision
 from mars_optax._src.leaf.correction import corrected_gradient
+from mars_optax._src.leaf.momentum import momentum_step
 
 
 class ScaleByMarsState(NamedTuple):
@@ -19,6 +20,7 @@ class ScaleByMarsState(NamedTuple):
     mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
     nu: optax.Updates  # average of |c|^2, real, dtype=nu_dtype or at least float32
     prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
+    prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
     nu_max: optax.Updates | None  # largest nu so far, as nu
 
 
@@ -37,15 +39,18 @@ def adamw_step(
     mu_correction: Any,
     nu_correction: Any,
     nu_of_gradient: bool,
+    next_gamma: Any = None,
 ) -> tuple[Any, ...]:
     """Lines 4 to 9 of Algorithm 2 of the paper, without learning rate and decay."""
-    c = corrected_gradient(grad, prev_grad, coefficient, clip)
-    mu = optax.tree.update_moment(c, mu, b1, 1)
-    nu = optax.tree.update_moment_per_elem_norm(grad if nu_of_gradient else c, nu, b2, 2)
+    momentum, mu = momentum_step(
+        grad, prev_grad, clip, mu, coefficient=coefficient, b1=b1, next_gamma=next_gamma
+    )
+    squared = grad if nu_of_gradient else corrected_gradient(grad, prev_grad, coefficient, clip)
+    nu = optax.tree.update_moment_per_elem_norm(squared, nu, b2, 2)
     if nu_max is not None:
         nu_max = jnp.maximum(nu_max, nu)
     nu_hat = (nu if nu_max is None else nu_max) / nu_correction
-    return mu / mu_correction / (jnp.sqrt(nu_hat) + eps), mu, nu, nu_max
+    return momentum / mu_correction / (jnp.sqrt(nu_hat) + eps), mu, nu, nu_max
 
 
 def scale_by_mars(
@@ -145,6 +150,8 @@ def scale_by_mars(
     checks.non_negative("eps", eps)
     checks.flag("amsgrad", amsgrad)
     checks.choice("second_moment", second_moment, ("corrected", "gradient"))
+    if second_moment != "gradient":
+        checks.keeps_prev_grad(keep_prev_grad, f"`second_moment`={second_moment!r}", "'gradient'")
     first = functools.partial(previous.zeros, dtype=checks.float_dtype("mu_dtype", mu_dtype))
     second = functools.partial(
         previous.zeros, dtype=checks.float_dtype("nu_dtype", nu_dtype), averages_squares=True
@@ -324,7 +331,6 @@ def mars(
         eps,
         gamma,
         max_norm=max_norm,
-        correction=correction,
         first_step=first_step,
         amsgrad=amsgrad,
         second_moment=second_moment,
@@ -344,8 +350,9 @@ def mars(
     )
     return assembly.optimizer(
         "mars",
-        lambda numbers: rule(weight_dimension_numbers=numbers),
-        None if optimize_1d else vector_rule,
+        rule,
+        None if optimize_1d else lambda correction: vector_rule,
+        correction=correction,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         learning_rate_1d=learning_rate_1d,

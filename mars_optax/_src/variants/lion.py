@@ -18,12 +18,13 @@ class ScaleByMarsLionState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
     mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
     prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
+    prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
 
 
-def lion_step(*arrays: Any, coefficient: Any, b1: Any) -> tuple[jax.Array, jax.Array]:
+def lion_step(*arrays: Any, **scalars: Any) -> tuple[jax.Array, jax.Array]:
     """Lines 4 to 7 of Algorithm 3 of the paper, without learning rate and decay."""
-    _, mu = momentum_step(*arrays, coefficient=coefficient, b1=b1)
-    return jnp.sign(mu), mu
+    momentum, mu = momentum_step(*arrays, **scalars)
+    return jnp.sign(momentum), mu
 
 
 def scale_by_mars_lion(
@@ -203,7 +204,6 @@ def mars_lion(
         b1,
         gamma,
         max_norm=max_norm,
-        correction=correction,
         first_step=first_step,
         mu_dtype=mu_dtype,
         prev_grad_dtype=prev_grad_dtype,
@@ -215,8 +215,9 @@ def mars_lion(
     )
     return assembly.optimizer(
         "mars_lion",
-        lambda numbers: rule(weight_dimension_numbers=numbers),
-        None if optimize_1d else vector_rule,
+        rule,
+        None if optimize_1d else lambda correction: vector_rule,
+        correction=correction,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         learning_rate_1d=learning_rate_1d,

@@ -26,6 +26,7 @@ class ScaleByMarsMState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
     mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
     prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
+    prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
 
 
 def scale_by_mars_m(
@@ -242,7 +243,6 @@ def mars_m(
         b1,
         gamma,
         max_norm=max_norm,
-        correction=correction,
         first_step=first_step,
         mu_dtype=mu_dtype,
         prev_grad_dtype=prev_grad_dtype,
@@ -259,8 +259,9 @@ def mars_m(
     )
     return assembly.optimizer(
         "mars_m",
-        lambda numbers: rule(weight_dimension_numbers=numbers),
-        vector_rule,
+        rule,
+        lambda correction: vector_rule,
+        correction=correction,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         learning_rate_1d=learning_rate_1d,

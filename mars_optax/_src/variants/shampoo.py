@@ -26,6 +26,7 @@ class ScaleByMarsShampooState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
     mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
     prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
+    prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
 
 
 def scale_by_mars_shampoo(
@@ -252,7 +253,6 @@ def mars_shampoo(
     checks.flag("optimize_1d", optimize_1d)
     shared = {
         "max_norm": max_norm,
-        "correction": correction,
         "first_step": first_step,
         "mu_dtype": mu_dtype,
         "prev_grad_dtype": prev_grad_dtype,
@@ -271,7 +271,8 @@ def mars_shampoo(
         eps=eps,
         **shared,
     )
-    variance_reduced_vectors = adamw.scale_by_mars(
+    variance_reduced_vectors = functools.partial(
+        adamw.scale_by_mars,
         b1,
         b2,
         eps,
@@ -291,8 +292,9 @@ def mars_shampoo(
     )
     return assembly.optimizer(
         "mars_shampoo",
-        lambda numbers: rule(weight_dimension_numbers=numbers),
-        variance_reduced_vectors if optimize_1d else plain_vectors,
+        rule,
+        variance_reduced_vectors if optimize_1d else lambda correction: plain_vectors,
+        correction=correction,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         learning_rate_1d=None if optimize_1d else learning_rate_1d,
