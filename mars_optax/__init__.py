@@ -3,6 +3,7 @@
 from mars_optax._src.describe import Description as Description
 from mars_optax._src.describe import LeafDescription as LeafDescription
 from mars_optax._src.describe import describe as describe
+from mars_optax._src.diagnose import diagnose as diagnose
 from mars_optax._src.links import CorrectGradientsState as CorrectGradientsState
 from mars_optax._src.links import clip_by_leaf_norm as clip_by_leaf_norm
 from mars_optax._src.links import correct_gradients as correct_gradients
@@ -21,4 +22,6 @@ from mars_optax._src.variants.shampoo import ScaleByMarsShampooState as ScaleByM
 from mars_optax._src.variants.shampoo import mars_shampoo as mars_shampoo
 from mars_optax._src.variants.shampoo import scale_by_mars_shampoo as scale_by_mars_shampoo
 from mars_optax._src.variants.storm import storm_adamw as storm_adamw
+from mars_optax._src.wrappers import cautious as cautious
+from mars_optax._src.wrappers import ignore_absent_gradients as ignore_absent_gradients
 from mars_optax._version import __version__ as __version__

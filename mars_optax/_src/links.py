@@ -15,6 +15,7 @@ class CorrectGradientsState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
     prev_grad: optax.Updates | None  # in approximate mode, dtype=prev_grad_dtype or the parameter's
+    prev_grad_scale: optax.Updates | None  # of an 8-bit prev_grad: float32, one for each row
     prev_params: optax.Params | None  # in exact mode and STORM, dtype=the parameter's
     prev_corrected: optax.Updates | None  # c of STORM, dtype=prev_grad_dtype or the parameter's
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, types
-from mars_optax._src.leaf import correction, precision
+from mars_optax._src import checks, trees, types
+from mars_optax._src.leaf import correction, precision, quantization
 
 # The correction of a transformation whose previous gradients an optimizer around it hands over, as
 # the extra argument `prev_grad`: it evaluates `grad_fn` for all parameters, matrices and vectors.
@@ -42,9 +42,12 @@ class PreviousGradient:
         object.__setattr__(self, "dtype", checks.float_dtype("prev_grad_dtype", self.dtype))
 
     def init(self, params: optax.Params) -> dict[str, Any]:
-        """The fields `prev_grad` and `prev_params` of the state before the first step."""
+        """The fields of the state that belong to the previous gradient, before the first step."""
+        prev_grad = zeros(params, self.dtype) if self.mode == "approx" else None
+        has_scale = self.mode == "approx" and quantization.is_scaled(self.dtype)
         return {
-            "prev_grad": zeros(params, self.dtype) if self.mode == "approx" else None,
+            "prev_grad": prev_grad,
+            "prev_grad_scale": scales(params) if has_scale else None,
             "prev_params": copies(params) if self.mode == "exact" else None,
         }
 
@@ -62,7 +65,7 @@ class PreviousGradient:
     ) -> Any:
         """The previous gradients of this step, or None for no correction."""
         if self.mode == "approx":
-            return state.prev_grad
+            return stored_gradients(state)
         if self.mode == "none":
             return None
         if self.mode == "exact":
@@ -76,9 +79,17 @@ class PreviousGradient:
         return prev_grad
 
     def advance(self, updates: optax.Updates, state: Any, params: Any) -> dict[str, Any]:
-        """The fields `prev_grad` and `prev_params` after this step, in the dtypes they have."""
+        """The same fields after this step, in the dtypes that they have."""
+        prev_grad, prev_grad_scale = copies(updates, like=state.prev_grad), None
+        if state.prev_grad_scale is not None:
+            prev_grad, prev_grad_scale = trees.map_unzip(
+                lambda g, prev: quantization.quantize(jnp.asarray(g), prev.dtype),
+                (updates, state.prev_grad),
+                (state.prev_grad, state.prev_grad_scale),
+            )
         return {
-            "prev_grad": copies(updates, like=state.prev_grad),
+            "prev_grad": prev_grad,
+            "prev_grad_scale": prev_grad_scale,
             "prev_params": copies(params, like=state.prev_params),
         }
 
@@ -88,6 +99,20 @@ def evaluate(grad_fn: Any, prev_params: Any, updates: optax.Updates) -> Any:
     prev_grad = grad_fn(prev_params)
     checks.same_shapes("grad_fn", prev_grad, updates)
     return prev_grad
+
+
+def stored_gradients(state: Any) -> Any:
+    """The previous gradients that a state keeps, by their scales where it has such."""
+    if state.prev_grad_scale is None:
+        return state.prev_grad
+    return jax.tree.map(quantization.dequantize, state.prev_grad, state.prev_grad_scale)
+
+
+def scales(params: optax.Params) -> Any:
+    """The scales of 8-bit buffers of zeros."""
+    return jax.tree.map(
+        lambda p: jnp.ones(quantization.scale_shape(jnp.shape(p)), jnp.float32), params
+    )
 
 
 def zeros(params: optax.Params, dtype: Any = None, *, averages_squares: bool = False) -> Any:

@@ -20,6 +20,7 @@ class ScaleByMarsState(NamedTuple):
     mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
     nu: optax.Updates  # average of |c|^2, real, dtype=nu_dtype or at least float32
     prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
+    prev_grad_scale: optax.Updates | None  # of an 8-bit prev_grad: float32, one for each row
     prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
     nu_max: optax.Updates | None  # largest nu so far, as nu
 

@@ -26,6 +26,7 @@ class ScaleByMarsShampooState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
     mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
     prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
+    prev_grad_scale: optax.Updates | None  # of an 8-bit prev_grad: float32, one for each row
     prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
 
 
