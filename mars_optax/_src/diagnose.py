@@ -1,0 +1,119 @@
+"""Measures of the correction, read from the gradients and the state between two updates."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mars_optax._src import checks, states, types
+from mars_optax._src.leaf import correction, precision
+
+
+def diagnose(
+    grads: optax.Updates,
+    state: optax.OptState,
+    *,
+    gamma: types.ScalarOrSchedule = 0.025,
+    b1: jax.typing.ArrayLike = 0.95,
+    max_norm: jax.typing.ArrayLike | None = 1.0,
+) -> dict[str, jax.Array]:
+    r"""Measures what the correction and the clip are about to do with these gradients.
+
+    Called before `update`, with the state that `update` will get. It changes nothing and costs
+    nothing where it is not called; under :func:`jax.jit` together with the step, or on its own
+    every hundredth step. With :math:`k = \gamma \beta_1 / (1-\beta_1)`, the sums running over all
+    leaves that keep a previous gradient:
+
+    - ``gradient_norm``: :math:`\lVert g_t \rVert`; over all leaves where none keeps one;
+    - ``corrected_norm``: :math:`\lVert c_t \rVert` with :math:`c_t = g_t + k (g_t - g_{t-1})`,
+      before the clip;
+    - ``clip_fraction``: the share of leaves with :math:`\lVert c_t \rVert` above `max_norm`;
+    - ``cosine``: of :math:`g_t` with :math:`g_{t-1}`; 0 where one of them is 0, as before the first
+      step;
+    - ``correction_share``: :math:`\lVert k (g_t - g_{t-1}) \rVert / \lVert c_t \rVert`; 0 where
+      :math:`c_t` is.
+
+    What cannot be known is left out: all but the first where no leaf keeps a previous gradient
+    (exact mode, ``keep_prev_grad=False``, no correction), ``clip_fraction`` where `max_norm` is None. A
+    leaf of which slices are clipped on their own counts as one leaf. At the first step the numbers
+    are those of ``first_step="zeros"``.
+
+    Args:
+      grads: The gradients, as `update` will get them.
+      state: A state of this package, however nested in those of Optax's wrappers.
+      gamma: As the optimizer was given it: a number, or a schedule of the state's count.
+      b1: As the optimizer was given it, in [0, 1).
+      max_norm: As the optimizer was given it, > 0 or None.
+
+    Returns:
+      A dictionary of float32 scalars.
+
+    Raises:
+      TypeError: If an argument is of the wrong kind.
+      ValueError: If an argument is out of its range.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+      >>> tx = mars_optax.mars(1e-3)
+      >>> state = tx.init(params)
+      >>> for scale in (0.1, 0.3):
+      ...     grads = {"kernel": jnp.full((2, 2), scale), "bias": jnp.zeros(2)}
+      ...     measures = mars_optax.diagnose(grads, state)
+      ...     _, state = tx.update(grads, state, params)
+      >>> for name, value in sorted(measures.items()):
+      ...     print(f"{name}: {value:.3f}")
+      clip_fraction: 0.000
+      corrected_norm: 0.790
+      correction_share: 0.241
+      cosine: 1.000
+      gradient_norm: 0.600
+    """
+    checks.scalar_or_schedule("gamma", gamma)
+    checks.decay_rate("b1", b1)
+    checks.max_norm(max_norm)
+    by_path = dict(jax.tree_util.tree_leaves_with_path(grads))
+    zero = jnp.zeros([], jnp.float32)
+    g_g = p_p = g_p = d_d = c_c = clipped = zero
+    leaves = 0
+    for node in states.with_previous_gradient(state):
+        value = gamma(node.count) if callable(gamma) else gamma
+        k = precision.widen_scalar(correction.correction_coefficient(value, b1), jnp.float32)
+        for path, stored in states.previous_gradients(node).items():
+            if path not in by_path:
+                continue
+            leaves += 1
+            g, p = _float32(by_path[path]), _float32(stored)
+            added = k * (g - p)
+            squares = _inner(g + added, g + added)
+            g_g, p_p, g_p = g_g + _inner(g, g), p_p + _inner(p, p), g_p + _inner(g, p)
+            d_d, c_c = d_d + _inner(added, added), c_c + squares
+            if max_norm is not None:
+                clipped += jnp.sqrt(squares) > max_norm
+    if not leaves:
+        norms = [_inner(_float32(g), _float32(g)) for g in by_path.values()]
+        return {"gradient_norm": jnp.sqrt(sum(norms, start=zero))}
+    measures = {
+        "gradient_norm": jnp.sqrt(g_g),
+        "corrected_norm": jnp.sqrt(c_c),
+        "cosine": _ratio(g_p, jnp.sqrt(g_g) * jnp.sqrt(p_p)),
+        "correction_share": _ratio(jnp.sqrt(d_d), jnp.sqrt(c_c)),
+    }
+    if max_norm is not None:
+        measures["clip_fraction"] = clipped / leaves
+    return measures
+
+
+def _float32(x: Any) -> jax.Array:
+    wide = precision.widen(x)
+    return wide.astype(jnp.complex64 if jnp.iscomplexobj(wide) else jnp.float32)
+
+
+def _inner(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.real(x * jnp.conj(y)))
+
+
+def _ratio(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(y > 0, x / jnp.where(y > 0, y, 1), 0)

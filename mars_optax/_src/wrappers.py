@@ -1,0 +1,158 @@
+"""Wrappers around an optimizer: cautious updates, and gradients that are absent on some steps."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mars_optax._src import checks, run, states
+from mars_optax._src.leaf import precision
+
+
+def cautious(
+    inner: optax.GradientTransformation, *, rescale: Literal["mean", "count", "none"] = "mean"
+) -> optax.GradientTransformationExtraArgs:
+    r"""Drops the entries of a direction whose sign is not that of the gradient.
+
+    .. math::
+
+      u_i \leftarrow u_i \frac{[u_i g_i > 0]}{s}
+
+    for each leaf on its own, with :math:`s` by `rescale`. `inner` is to return the ascent-signed
+    direction, as :func:`scale_by_mars` does, without learning rate and decay; its state is not
+    changed by it. For AdamW's direction, whose sign is the momentum's, this is timm's `caution` and
+    pytorch_optimizer's `cautious`; for MARS-Lion timm takes the sign after the mask, which is
+    ``rescale="none"``. The first step is like any other.
+
+    Args:
+      inner: A transformation, such as :func:`scale_by_mars`.
+      rescale: ``"mean"``: :math:`s = \max(\mathrm{mean}[u g > 0], 10^{-3})`, as in timm;
+        ``"count"``: :math:`s = (n_{ug > 0} + 1) / n`, as in pytorch_optimizer; ``"none"``:
+        :math:`s = 1`.
+
+    Returns:
+      A transformation with the state of `inner`.
+
+    Raises:
+      ValueError: If `rescale` is none of these.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> import optax
+      >>> tx = optax.chain(
+      ...     mars_optax.cautious(mars_optax.scale_by_mars()),
+      ...     optax.add_decayed_weights(0.1),
+      ...     optax.scale_by_learning_rate(1e-3),
+      ... )
+      >>> tx = mars_optax.cautious(optax.ema(0.9, debias=False), rescale="none")
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for grads in (jnp.array([1.0, 1.0]), jnp.array([0.5, -0.5])):
+      ...     direction, state = tx.update(grads, state)
+      ...     print(direction)
+      [0.1 0.1]
+      [0.14 0.  ]
+
+    References:
+      Liang et al., `Cautious Optimizers: Improving Training with One Line of Code
+      <https://arxiv.org/abs/2411.16085>`_, 2024.
+    """
+    checks.choice("rescale", rescale, ("mean", "count", "none"))
+    inner = optax.with_extra_args_support(inner)
+
+    def masked(direction: Any, grad: Any) -> jax.Array:
+        u, g = precision.widen(direction), precision.widen(grad)
+        agrees = (jnp.real(u * jnp.conj(g)) > 0).astype(precision.compute_dtype(u))
+        if rescale == "mean":
+            agrees /= jnp.maximum(jnp.mean(agrees), 1e-3) if agrees.size else 1
+        elif rescale == "count":
+            agrees *= agrees.size / (jnp.sum(agrees) + 1)
+        return u * agrees
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        direction, state = inner.update(updates, state, params, **extra_args)
+        return run.narrow(jax.tree.map(masked, direction, updates), direction), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def ignore_absent_gradients(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Treats a gradient of zeros as none at all, in the correction of an optimizer.
+
+    Where a parameter takes no part in a step, as an expert that no token is routed to or an adapter
+    that is dropped, its gradient is 0, and the correction of the approximate mode becomes
+    :math:`c_t = -k g_{t-1}`: a step back along the last gradient, and a correction by the whole
+    gradient when the parameter returns. That is what the formula and the reference code say, and
+    what the optimizers here do. In this wrapper a leaf whose gradient is 0 everywhere has
+    :math:`c_t = 0` instead, and keeps :math:`g_{t-1}`; its momentum decays as AdamW's does. Steps
+    of the optimizer go on being counted, the first one as any other.
+
+    Args:
+      inner: An optimizer or a transformation of this package in approximate mode, also inside
+        Optax's wrappers.
+
+    Returns:
+      A transformation with the state of `inner`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> tx = mars_optax.correct_gradients(gamma=0.1, b1=0.9)  # a coefficient of 0.9
+      >>> for tx in (tx, mars_optax.ignore_absent_gradients(tx)):
+      ...     state = tx.init(jnp.zeros(2))
+      ...     for grads in (jnp.array([1.0, 2.0]), jnp.zeros(2), jnp.array([1.0, 2.0])):
+      ...         corrected, state = tx.update(grads, state)
+      ...         print(corrected, end=" ")
+      [1.9 3.8] [-0.9 -1.8] [1.9 3.8] [1.9 3.8] [0. 0.] [1. 2.]
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        flat = jax.tree_util.tree_leaves_with_path(updates)
+        absent = {path: jnp.all(grad == 0) for path, grad in flat}
+
+        def choose(node: Any, old: Any) -> Any:
+            """The previous gradients of `old` where there is none now, else those of `node`."""
+
+            def on_leaf(path: tuple[Any, ...], new_leaf: Any, old_leaf: Any) -> Any:
+                if path not in absent:
+                    return new_leaf
+                return jnp.where(absent[path], old_leaf, new_leaf)
+
+            kept = {
+                name: jax.tree_util.tree_map_with_path(
+                    on_leaf, getattr(node, name), getattr(old, name)
+                )
+                for name in ("prev_grad", "prev_grad_scale")
+            }
+            return node._replace(**kept)
+
+        old_nodes = states.with_previous_gradient(state)
+
+        # With a previous gradient of 0 the correction of a gradient of 0 is 0.
+        def without(node: Any) -> Any:
+            return choose(node, node._replace(prev_grad=optax.tree.zeros_like(node.prev_grad)))
+
+        updates, new_state = inner.update(
+            updates, states.map_previous_gradients(without, state), params, **extra_args
+        )
+        remaining = iter(old_nodes)
+        new_state = states.map_previous_gradients(
+            lambda node: choose(node, next(remaining)), new_state
+        )
+        return updates, new_state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
