@@ -76,7 +76,8 @@ def optimizer(
         )
         matrix = finished(matrix_rule(matrix_numbers), learning_rate, weight_decay)
         vector = finished(vector_rule, learning_rate_1d, weight_decay_1d)
-        return optax.partition({"matrix": matrix, "vector": vector}, labels)
+        # A tree of labels that can be called (Equinox) would be taken for a function.
+        return optax.partition({"matrix": matrix, "vector": vector}, lambda _: labels)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         return chain_for(params).init(params)

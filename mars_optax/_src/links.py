@@ -98,6 +98,9 @@ def correct_gradients(
 
     def init_fn(params: optax.Params) -> CorrectGradientsState:
         checks.inexact_leaves(params)
+        partition.record_axes(
+            partition.resolve_axes(None, params, default=partition.matrix_from_rank_2)
+        )
         return CorrectGradientsState(jnp.zeros([], jnp.int32), source.init(params))
 
     def update_fn(
@@ -107,6 +110,7 @@ def correct_gradients(
         **extra_args: Any,
     ) -> tuple[optax.Updates, CorrectGradientsState]:
         del params, extra_args
+        checks.gradient_shapes(updates, state.prev_grad)
         coefficient = source.coefficient(state.count)
         wide = jax.tree.map(precision.widen, updates)
 
@@ -117,7 +121,7 @@ def correct_gradients(
 
         corrections = jax.tree.map(added, wide, state.prev_grad)
         if correction_clip is not None:
-            norm = optax.global_norm(corrections)
+            norm = optax.tree.norm(corrections)
             # As in the clip of a leaf, NaN and a norm of 0 leave the factor at 1.
             factor = jnp.where(norm > correction_clip, correction_clip / norm, 1)
             corrections = jax.tree.map(
@@ -177,6 +181,7 @@ def clip_by_leaf_norm(
         return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_from_rank_2)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
+        checks.inexact_leaves(params)
         partition.record_axes(axes_of(params))
         return optax.EmptyState()
 

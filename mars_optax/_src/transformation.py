@@ -67,6 +67,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         del params, extra_args
+        checks.gradient_shapes(updates, getattr(state, next(iter(moments))))
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         direction, new_moments = run.run_step(

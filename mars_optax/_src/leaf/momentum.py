@@ -1,8 +1,9 @@
-"""The momentum of the corrected gradient, which Lion, Shampoo and MARS-M share."""
+"""Moving averages: the momentum that Lion, Shampoo and MARS-M share, and bias corrections."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from mars_optax._src.leaf.correction import corrected_gradient
@@ -21,3 +22,12 @@ def momentum_step(
     c = corrected_gradient(grad, prev_grad, coefficient, clip)
     mu = optax.tree.update_moment(c, mu, b1, 1)
     return mu, mu
+
+
+@jax.jit
+def bias_correction(decay: Any, count: jax.Array) -> jax.Array:
+    """1 - decay^count, the sum of the weights of a moving average that began with 0.
+
+    Compiled: an eager power with a concrete exponent is compiled anew for every count.
+    """
+    return jnp.subtract(1, decay**count)
