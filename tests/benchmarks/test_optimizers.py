@@ -96,12 +96,17 @@ class OptimizersTest(parameterized.TestCase):
 
 
 class ParseTest(parameterized.TestCase):
+    def test_mars_and_adamw_share_their_betas(self):
+        ours = optimizers.OPTIMIZERS["mars"].settings
+        theirs = optimizers.OPTIMIZERS["adamw"].settings
+        self.assertEqual((ours["b1"], ours["b2"]), (theirs["b1"], theirs["b2"]))
+
     def test_settings_behind_the_name_replace_the_defaults(self):
         optimizer = optimizers.parse_optimizer("mars:gamma=0.5:max_norm=none")
         self.assertEqual(optimizer.name, "mars:gamma=0.5:max_norm=none")
         self.assertEqual(optimizer.settings["gamma"], 0.5)
         self.assertIsNone(optimizer.settings["max_norm"])
-        self.assertEqual(optimizer.settings["b1"], 0.95)
+        self.assertEqual(optimizer.settings["weight_decay"], 0.1)
         self.assertEqual(optimizers.OPTIMIZERS["mars"].settings["gamma"], 0.025)
 
     def test_a_setting_reaches_the_optimizer(self):
