@@ -97,8 +97,9 @@ def optimizer(
             "matrix": matrix(matrix_numbers),
             "vector": finished(vector, learning_rate_1d, weight_decay_1d),
         }
-        # Each group gets its part of `prev_grad`, where that is handed over.
-        return optax.partition(rules, labels, mask_compatible_extra_args=hands_over)
+        # A tree of labels that can be called (Equinox) would be taken for a function. Each group
+        # gets its part of `prev_grad`, where that is handed over.
+        return optax.partition(rules, lambda _: labels, mask_compatible_extra_args=hands_over)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = chain_for(params).init(params)

@@ -181,6 +181,24 @@ def inexact_leaves(params: Any) -> None:
             )
 
 
+def gradient_shapes(updates: Any, like: Any) -> None:
+    """Gradients have the shapes of the parameters: what broadcasts would change the state."""
+    leaves = jax.tree_util.tree_leaves_with_path(updates)
+    others = jax.tree.leaves(like)
+    if len(leaves) != len(others):
+        raise ValueError(
+            f"Gradients: expected a tree of {len(others)} leaves, as the parameters at `init`, got "
+            f"one of {len(leaves)}. Pass gradients of the parameters that the state was made for."
+        )
+    for (path, leaf), other in zip(leaves, others, strict=True):
+        if jnp.shape(leaf) != jnp.shape(other):
+            raise ValueError(
+                f"Gradient '{path_string(path)}': expected shape {jnp.shape(other)}, as the "
+                f"parameter at `init`, got {jnp.shape(leaf)}. Pass gradients of the parameters "
+                "that the state was made for."
+            )
+
+
 def needs_params(params: Any, name: str, decays: dict[str, Any]) -> None:
     """`update` cannot do without the parameters where some of them decay."""
     if params is not None:
@@ -251,9 +269,10 @@ def _shape_of_numbers(value: Any) -> tuple[int, ...]:
 
 def newton_schulz_result(x: jax.Array, y: Any) -> None:
     """What a user's `newton_schulz_fn` gives back has the shape and dtype of what it got."""
-    got = (jnp.shape(y), jnp.result_type(y))
-    if got != (x.shape, x.dtype):
+    is_array = isinstance(y, jax.Array | np.ndarray)
+    if not is_array or (y.shape, y.dtype) != (x.shape, x.dtype):
+        got = f"shape {y.shape} and dtype {y.dtype}" if is_array else repr(y)
         raise ValueError(
             f"`newton_schulz_fn`: expected an array of shape {x.shape} and dtype {x.dtype}, as its "
-            f"argument has, got shape {got[0]} and dtype {got[1]}. Return the same shape and dtype."
+            f"argument has, got {got}. Return the same shape and dtype."
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import MuonDimensionNumbers
 
 from mars_optax._src import checks, partition
 
@@ -19,7 +20,7 @@ class LeafDescription(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     rule: Literal["matrix", "vector", "frozen"]
-    axes: str
+    axes: MuonDimensionNumbers | None
     state_bytes: int
 
 
@@ -41,7 +42,7 @@ class Description:
 
     def __str__(self) -> str:
         header = ("leaf", "shape", "dtype", "rule", "axes", "state bytes")
-        rows = [header, *(tuple(map(str, leaf)) for leaf in self.leaves)]
+        rows = [header, *(_row(leaf) for leaf in self.leaves)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             " ".join(
@@ -113,7 +114,7 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
                 shape=tuple(jnp.shape(leaf)),
                 dtype=str(jnp.result_type(leaf)),
                 rule="frozen" if rule is None else "matrix" if rule.is_matrix else "vector",
-                axes="-" if rule is None else str(rule),
+                axes=rule.dimension_numbers if rule is not None and rule.is_matrix else None,
                 state_bytes=owned[path],
             )
         )
@@ -126,6 +127,11 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
         param_bytes=sum(_nbytes(leaf) for _, leaf in flat),
         state_bytes=state_bytes,
     )
+
+
+def _row(leaf: LeafDescription) -> tuple[str, ...]:
+    axes = partition.axes_of_leaf(leaf.axes, leaf.shape)
+    return (leaf.path, str(leaf.shape), leaf.dtype, leaf.rule, str(axes), str(leaf.state_bytes))
 
 
 def _nbytes(leaf: Any) -> int:

@@ -35,8 +35,8 @@ def diagnose(
       :math:`c_t` is.
 
     What cannot be known is left out: all but the first where no leaf keeps a previous gradient
-    (exact mode, ``keep_prev_grad=False``, no correction), ``clip_fraction`` where `max_norm` is None. A
-    leaf of which slices are clipped on their own counts as one leaf. At the first step the numbers
+    (exact mode, ``keep_prev_grad=False``, no correction), ``clip_fraction`` where `max_norm` is None.
+    A leaf of which slices are clipped on their own counts as one leaf. At the first step the numbers
     are those of ``first_step="zeros"``.
 
     Args:

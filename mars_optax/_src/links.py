@@ -103,6 +103,9 @@ def correct_gradients(
 
     def init_fn(params: optax.Params) -> CorrectGradientsState:
         checks.inexact_leaves(params)
+        partition.record_axes(
+            partition.resolve_axes(None, params, default=partition.matrix_from_rank_2)
+        )
         return CorrectGradientsState(
             count=jnp.zeros([], jnp.int32),
             prev_corrected=previous.zeros(params, source.dtype) if is_storm else None,
@@ -115,6 +118,9 @@ def correct_gradients(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, CorrectGradientsState]:
+        checks.gradient_shapes(
+            updates, state.prev_grad if correction == "approx" else state.prev_params
+        )
         wide = jax.tree.map(precision.widen, updates)
         prev_grad = source.gradients(updates, state, params, extra_args)
         if is_storm:
@@ -132,7 +138,7 @@ def correct_gradients(
 
         corrections = jax.tree.map(added, minuend, prev_grad, wide)
         if correction_clip is not None:
-            norm = optax.global_norm(corrections)
+            norm = optax.tree.norm(corrections)
             # As in the clip of a leaf, NaN and a norm of 0 leave the factor at 1.
             factor = jnp.where(norm > correction_clip, correction_clip / norm, 1)
             corrections = jax.tree.map(
@@ -195,6 +201,7 @@ def clip_by_leaf_norm(
         return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_from_rank_2)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
+        checks.inexact_leaves(params)
         partition.record_axes(axes_of(params))
         return optax.EmptyState()
 

@@ -42,7 +42,9 @@ class Axes:
     @property
     def dimension_numbers(self) -> MuonDimensionNumbers:
         """The axes of a matrix in Optax's form."""
-        return MuonDimensionNumbers(self.reduction, self.output)
+        return MuonDimensionNumbers(
+            *(axes[0] if len(axes) == 1 else axes for axes in (self.reduction, self.output))
+        )
 
     def fans(self, shape: Sequence[int]) -> tuple[int, int]:
         """The sizes (in, out) of each matrix of a leaf of this shape."""
@@ -114,14 +116,14 @@ def resolve_axes(spec: types.WeightDimensionNumbers, params: Any, default: Defau
 
     def of_subtree(path: tuple[Any, ...], spec: Any, subtree: Any) -> Any:
         def of_leaf(rest: tuple[Any, ...], leaf: Any) -> Axes:
-            return _axes_of_leaf(spec, jnp.shape(leaf), path + rest, is_named=not rest)
+            return axes_of_leaf(spec, jnp.shape(leaf), path + rest, is_named=not rest)
 
         return jax.tree_util.tree_map_with_path(of_leaf, subtree)
 
     if isinstance(spec, MuonDimensionNumbers) or spec is None:
         # At the root it names no leaf, even where the parameters are a single array.
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: _axes_of_leaf(spec, jnp.shape(leaf), path, is_named=False), params
+            lambda path, leaf: axes_of_leaf(spec, jnp.shape(leaf), path, is_named=False), params
         )
     try:
         return jax.tree_util.tree_map_with_path(of_subtree, spec, params, is_leaf=_is_spec)
@@ -143,9 +145,10 @@ def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, MuonDimensionNumbers)
 
 
-def _axes_of_leaf(
-    spec: Any, shape: tuple[int, ...], path: tuple[Any, ...], *, is_named: bool
+def axes_of_leaf(
+    spec: Any, shape: tuple[int, ...], path: tuple[Any, ...] = (), *, is_named: bool = True
 ) -> Axes:
+    """The axes of one leaf, whose specification names it or a tree that it is in."""
     ndim = len(shape)
     where = f"`weight_dimension_numbers` of leaf '{checks.path_string(path)}' of shape {shape}"
     if spec is None or (ndim < 2 and not is_named):

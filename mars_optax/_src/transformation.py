@@ -76,6 +76,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
+        checks.gradient_shapes(updates, getattr(state, next(iter(moments))))
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         form = {} if keep_prev_grad else {"next_gamma": source.gamma_at(count)}

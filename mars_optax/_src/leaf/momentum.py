@@ -1,8 +1,9 @@
-"""The momentum of the corrected gradient, which Lion, Shampoo and MARS-M share."""
+"""Moving averages: the momentum that Lion, Shampoo and MARS-M share, and bias corrections."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from mars_optax._src.leaf.correction import corrected_gradient
@@ -39,3 +40,12 @@ def momentum_step(
         return mu, mu
     momentum = b1 * mu + (1 - b1) * (1 + coefficient) * grad
     return momentum, momentum - next_gamma * grad
+
+
+@jax.jit
+def bias_correction(decay: Any, count: jax.Array) -> jax.Array:
+    """1 - decay^count, the sum of the weights of a moving average that began with 0.
+
+    Compiled: an eager power with a concrete exponent is compiled anew for every count.
+    """
+    return jnp.subtract(1, decay**count)

@@ -67,7 +67,15 @@ def newton_schulz(
     if not jnp.iscomplexobj(x):
         iterate = iterate.astype(dtype)
     table = jnp.asarray(coeffs, precision.compute_dtype(iterate))
+    iterate = _run_steps(iterate, table, steps, matmul_precision)
+    if is_tall:
+        iterate = jnp.swapaxes(iterate, -2, -1)
+    return iterate.astype(x.dtype)
 
+
+def _steps(
+    x: jax.Array, table: jax.Array, steps: Any, matmul_precision: jax.lax.PrecisionLike
+) -> jax.Array:
     def body(i: jax.Array, x: jax.Array) -> jax.Array:
         a, b, c = table[jnp.minimum(i, len(table) - 1)]
         gram = jnp.matmul(x, jnp.conj(jnp.swapaxes(x, -2, -1)), precision=matmul_precision)
@@ -78,10 +86,22 @@ def newton_schulz(
         return total.astype(x.dtype)
 
     # A rolled loop: unrolled, XLA keeps the intermediates of all steps at once.
-    iterate = jax.lax.fori_loop(0, steps, body, iterate)
-    if is_tall:
-        iterate = jnp.swapaxes(iterate, -2, -1)
-    return iterate.astype(x.dtype)
+    result: jax.Array = jax.lax.fori_loop(0, steps, body, x)
+    return result
+
+
+# Compiled here, an eager call finds its loop in the cache, which knows functions by identity. A
+# number of steps that is known makes a loop that can be differentiated in reverse.
+_known_steps = jax.jit(_steps, static_argnames=("steps", "matmul_precision"))
+_any_steps = jax.jit(_steps, static_argnames=("matmul_precision",))
+
+
+def _run_steps(
+    x: jax.Array, table: jax.Array, steps: Any, matmul_precision: jax.lax.PrecisionLike
+) -> jax.Array:
+    run = _known_steps if isinstance(steps, int) else _any_steps
+    result: jax.Array = run(x, table, steps=steps, matmul_precision=matmul_precision)
+    return result
 
 
 def spectral_factor(fan_in: int, fan_out: int) -> float:

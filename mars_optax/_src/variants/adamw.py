@@ -10,7 +10,7 @@ import optax
 from mars_optax._src import assembly, checks, partition, previous, transformation, types
 from mars_optax._src.leaf import precision
 from mars_optax._src.leaf.correction import corrected_gradient
-from mars_optax._src.leaf.momentum import momentum_step
+from mars_optax._src.leaf.momentum import bias_correction, momentum_step
 
 
 class ScaleByMarsState(NamedTuple):
@@ -163,8 +163,8 @@ def scale_by_mars(
             "b1": b1,
             "b2": b2,
             "eps": eps,
-            "mu_correction": 1 - precision.widen_scalar(b1) ** count,
-            "nu_correction": 1 - precision.widen_scalar(b2) ** count,
+            "mu_correction": bias_correction(precision.widen_scalar(b1), count),
+            "nu_correction": bias_correction(precision.widen_scalar(b2), count),
         }
 
     return transformation.variance_reduced(

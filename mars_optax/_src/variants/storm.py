@@ -9,6 +9,7 @@ import optax
 
 from mars_optax._src import assembly, checks, links, partition, previous, transformation, types
 from mars_optax._src.leaf import precision
+from mars_optax._src.leaf.momentum import bias_correction
 from mars_optax._src.variants import adamw
 
 
@@ -126,9 +127,11 @@ def storm_adamw(
             "b1": b1,
             "b2": b2,
             "eps": eps,
-            "mu_correction": 1 - precision.widen_scalar(b1) ** count,
-            "next_mu_correction": 1 - precision.widen_scalar(b1) ** optax.safe_increment(count),
-            "nu_correction": 1 - precision.widen_scalar(b2) ** count,
+            "mu_correction": bias_correction(precision.widen_scalar(b1), count),
+            "next_mu_correction": bias_correction(
+                precision.widen_scalar(b1), optax.safe_increment(count)
+            ),
+            "nu_correction": bias_correction(precision.widen_scalar(b2), count),
         }
 
     nadam = transformation.variance_reduced(

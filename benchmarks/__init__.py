@@ -1,0 +1,1 @@
+"""Programs that measure the optimizers; nothing in the package imports them."""

@@ -1,0 +1,338 @@
+"""Turns training runs into a table, a verdict, a plot and a JSON file."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+from benchmarks.training import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """One optimizer at its best learning rate.
+
+    Attributes:
+      optimizer: the optimizer's name.
+      learning_rate: the one with the lowest validation loss at the end, averaged over seeds.
+      at_edge: whether it is the lowest or highest of a grid, so that the best may lie outside.
+      runs: the runs at that learning rate, in the seeds' order.
+      grid: mean validation loss at the end for every learning rate.
+    """
+
+    optimizer: str
+    learning_rate: float
+    at_edge: bool
+    runs: list[Run]
+    grid: dict[float, float]
+
+    @property
+    def losses(self) -> list[float]:
+        """Validation loss at the end, for each seed."""
+        return [run.final_loss for run in self.runs]
+
+    @property
+    def loss(self) -> float:
+        """Mean of `losses`."""
+        return statistics.fmean(self.losses)
+
+    @property
+    def spread(self) -> float:
+        """Largest minus smallest of `losses`."""
+        return max(self.losses) - min(self.losses)
+
+
+def summarize(runs: Sequence[Run]) -> list[Summary]:
+    """Groups runs by optimizer, in order of appearance, and picks each one's learning rate.
+
+    Args:
+      runs: every optimizer has to have run at the same seeds, for each learning rate.
+
+    Returns:
+      One summary for each optimizer.
+    """
+    summaries = []
+    for name in dict.fromkeys(run.optimizer for run in runs):
+        by_rate: dict[float, list[Run]] = {}
+        for run in sorted(runs, key=lambda run: (run.learning_rate, run.seed)):
+            if run.optimizer == name:
+                by_rate.setdefault(run.learning_rate, []).append(run)
+        grid = {
+            rate: statistics.fmean(run.final_loss for run in group)
+            for rate, group in by_rate.items()
+        }
+        best = min(grid, key=lambda rate: grid[rate])
+        at_edge = len(grid) > 1 and best in (min(grid), max(grid))
+        summaries.append(Summary(name, best, at_edge, by_rate[best], grid))
+    return summaries
+
+
+def baseline_of(summaries: Sequence[Summary]) -> Summary:
+    """Returns what the others are compared with: `adamw`, or else the first."""
+    return next((summary for summary in summaries if summary.optimizer == "adamw"), summaries[0])
+
+
+def steps_to_reach(run: Run, loss: float) -> int | None:
+    """Returns after how many updates a run was first evaluated at `loss` or below, if ever."""
+    for step, value in zip(run.steps, run.validation_loss, strict=True):
+        if value <= loss:
+            return step
+    return None
+
+
+def mean_steps_to_reach(candidate: Summary, baseline: Summary) -> float | None:
+    """Averages `steps_to_reach` the baseline's final loss at the same seed; `None` if one fails."""
+    steps = [
+        steps_to_reach(run, reference.final_loss)
+        for run, reference in zip(candidate.runs, baseline.runs, strict=True)
+    ]
+    reached = [step for step in steps if step is not None]
+    return statistics.fmean(reached) if len(reached) == len(steps) else None
+
+
+def differences(candidate: Summary, baseline: Summary) -> list[float]:
+    """Returns the candidate's final loss minus the baseline's, for each seed."""
+    pairs = zip(candidate.losses, baseline.losses, strict=True)
+    return [ours - theirs for ours, theirs in pairs]
+
+
+def _signed_range(values: Sequence[float]) -> str:
+    return f"{min(values):+.4f} to {max(values):+.4f}"
+
+
+def verdict(candidate: Summary, baseline: Summary) -> str:
+    """Says who won, and whether the difference means anything.
+
+    The yardstick is the seed spread: the larger of the two optimizers' ranges (largest minus
+    smallest final loss over the seeds). Only a difference beyond it counts as a win.
+
+    Args:
+      candidate: the optimizer in question.
+      baseline: the optimizer that it is compared with, run at the same seeds.
+
+    Returns:
+      One sentence or two.
+    """
+    ours, theirs = candidate.optimizer, baseline.optimizer
+    diverged = [summary.optimizer for summary in (candidate, baseline) if math.isinf(summary.loss)]
+    if len(diverged) == 2:
+        return f"{ours} against {theirs}: no winner, both diverged."
+    if diverged:
+        winner = theirs if diverged == [ours] else ours
+        return f"{ours} against {theirs}: {winner} wins, {diverged[0]} diverged."
+    each = differences(candidate, baseline)
+    difference = statistics.fmean(each)
+    winner = ours if difference < 0 else theirs
+    if len(each) == 1:
+        if difference == 0:
+            return f"{ours} against {theirs}: a tie at one seed."
+        return (
+            f"{ours} against {theirs}: {winner} is ahead by {abs(difference):.4f} at one seed. One "
+            "seed has no spread and decides nothing: run --seeds=0,1,2."
+        )
+    spread = max(candidate.spread, baseline.spread)
+    seeds = f"{difference:+.4f} ({_signed_range(each)} over {len(each)} seeds)"
+    if abs(difference) <= spread:
+        return (
+            f"{ours} against {theirs}: no winner, the difference {seeds} is inside the seed spread "
+            f"of {spread:.4f}."
+        )
+    return (
+        f"{ours} against {theirs}: {winner} wins, the difference {seeds} is outside the seed "
+        f"spread of {spread:.4f}."
+    )
+
+
+def _loss_text(loss: float) -> str:
+    return "diverged" if math.isinf(loss) else f"{loss:.4f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        first, *others = (
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join([first, *others]))
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """Formats each optimizer at its best learning rate, compared with the baseline."""
+    baseline = baseline_of(summaries)
+    rows = [
+        [
+            "optimizer",
+            "learning rate",
+            "validation loss",
+            "over seeds",
+            f"minus {baseline.optimizer}",
+            f"steps to {baseline.optimizer}'s loss",
+            "ms/step",
+            "state bytes",
+        ]
+    ]
+    for summary in summaries:
+        steps = mean_steps_to_reach(summary, baseline)
+        finite = not (math.isinf(summary.loss) or math.isinf(baseline.loss))
+        seconds = statistics.median(run.seconds_per_step for run in summary.runs)
+        rows.append(
+            [
+                summary.optimizer,
+                f"{summary.learning_rate:g}" + (" (edge)" if summary.at_edge else ""),
+                _loss_text(summary.loss),
+                f"{min(summary.losses):.4f}..{max(summary.losses):.4f}"
+                if len(summary.runs) > 1
+                else "one seed",
+                f"{summary.loss - baseline.loss:+.4f}" if finite else "-",
+                "never" if steps is None else f"{steps:.0f}",
+                f"{1000 * seconds:.1f}",
+                f"{summary.runs[0].state_bytes:,}",
+            ]
+        )
+    return _aligned(rows)
+
+
+def grid_table(summaries: Sequence[Summary]) -> str:
+    """Formats the mean validation loss of every optimizer at every learning rate."""
+    rates = sorted({rate for summary in summaries for rate in summary.grid})
+    rows = [["learning rate", *(f"{rate:g}" for rate in rates)]]
+    for summary in summaries:
+        cells = (_loss_text(summary.grid[rate]) if rate in summary.grid else "" for rate in rates)
+        rows.append([summary.optimizer, *cells])
+    return _aligned(rows)
+
+
+def text(summaries: Sequence[Summary]) -> str:
+    """Formats the whole report: table, grid where there was one, verdicts."""
+    baseline = baseline_of(summaries)
+    parts = [table(summaries)]
+    if any(len(summary.grid) > 1 for summary in summaries):
+        parts.append(
+            "Validation loss at the end, mean over seeds, of every learning rate; the table above "
+            "has each optimizer's best.\n" + grid_table(summaries)
+        )
+    edges = [summary.optimizer for summary in summaries if summary.at_edge]
+    if edges:
+        parts.append(
+            f"The best learning rate of {', '.join(edges)} is at the edge of the grid: a wider "
+            "grid may find a better one."
+        )
+    others = [summary for summary in summaries if summary is not baseline]
+    if others:
+        best = min(summaries, key=lambda summary: summary.loss)
+        lines = [f"Lowest validation loss: {best.optimizer} ({_loss_text(best.loss)})."]
+        parts.append("\n".join(lines + [verdict(other, baseline) for other in others]))
+    return "\n\n".join(parts)
+
+
+def plot(summaries: Sequence[Summary], path: pathlib.Path) -> None:
+    """Draws the validation curves at the best learning rates, and the grid where there was one.
+
+    Args:
+      summaries: what to draw; the band around a curve reaches from its lowest to its highest seed.
+      path: the PNG file to write.
+    """
+    swept = any(len(summary.grid) > 1 for summary in summaries)
+    figure, axes = plt.subplots(
+        ncols=1 + swept, figsize=(6.5 * (1 + swept), 4.5), squeeze=False, layout="constrained"
+    )
+    curves = axes[0, 0]
+    for summary in summaries:
+        # The untrained model's loss would squeeze everything else.
+        steps = summary.runs[0].steps[1:]
+        by_step = list(zip(*(run.validation_loss[1:] for run in summary.runs), strict=True))
+        label = f"{summary.optimizer}, learning rate {summary.learning_rate:g}"
+        (line,) = curves.plot(steps, [statistics.fmean(v) for v in by_step], label=label)
+        curves.fill_between(
+            steps,
+            [min(v) for v in by_step],
+            [max(v) for v in by_step],
+            color=line.get_color(),
+            alpha=0.2,
+            linewidth=0,
+        )
+        if swept:
+            axes[0, 1].plot(list(summary.grid), list(summary.grid.values()), marker="o")
+    curves.set(xlabel="step", ylabel="validation loss (nats per token)", yscale="log")
+    curves.legend()
+    curves.grid(alpha=0.3, which="both")
+    if swept:
+        axes[0, 1].set(xlabel="learning rate", ylabel="validation loss at the end", xscale="log")
+        axes[0, 1].grid(alpha=0.3, which="both")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _jsonable(value: Any) -> Any:
+    """Replaces what JSON lacks: a number that is not finite becomes null."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(inner) for inner in value]
+    return value
+
+
+def as_json(
+    summaries: Sequence[Summary], runs: Sequence[Run], record: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Collects everything about a comparison.
+
+    Args:
+      summaries: the optimizers at their best.
+      runs: all runs, curves included.
+      record: what else belongs to the result: environment, data, settings.
+
+    Returns:
+      A tree that `json.dump` takes.
+    """
+    baseline = baseline_of(summaries)
+    results = [
+        {
+            "optimizer": summary.optimizer,
+            "learning_rate": summary.learning_rate,
+            "at_edge_of_grid": summary.at_edge,
+            "validation_loss": summary.loss,
+            "validation_losses": summary.losses,
+            "minus_baseline": differences(summary, baseline),
+            "steps_to_baseline_loss": mean_steps_to_reach(summary, baseline),
+            "seconds_per_step": statistics.median(run.seconds_per_step for run in summary.runs),
+            "state_bytes": summary.runs[0].state_bytes,
+            "grid": {f"{rate:g}": loss for rate, loss in summary.grid.items()},
+            "verdict": None if summary is baseline else verdict(summary, baseline),
+        }
+        for summary in summaries
+    ]
+    tree: dict[str, Any] = _jsonable(
+        {
+            **record,
+            "baseline": baseline.optimizer,
+            "results": results,
+            "runs": [dataclasses.asdict(run) for run in runs],
+        }
+    )
+    return tree
+
+
+def write_json(tree: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Writes a tree as JSON, with a list of numbers on one line."""
+    indented = json.dumps(tree, indent=1, allow_nan=False)
+    compact = re.sub(
+        r'\[[^\[\]{}"]*\]', lambda numbers: " ".join(numbers.group().split()), indented
+    )
+    path.write_text(compact + "\n")

@@ -1,0 +1,148 @@
+"""The optimizers' settings, and how they are named on the command line."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from flax import nnx
+
+from benchmarks import gpt, optimizers
+
+_CONFIG = gpt.GPTConfig(vocabulary_size=11, context=5, width=8, layers=1, heads=2)
+
+
+@functools.cache
+def jitted_updates(name: str):
+    """Returns a function of two scales: the updates for a gradient of each, stacked."""
+    optimizer = optimizers.parse_optimizer(name)
+    params = nnx.state(gpt.GPT(_CONFIG, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda leaf: np.float32(rng.normal(size=(2, *leaf.shape))), params)
+
+    def updates(scales: jax.Array):
+        transformation = optimizer.transformation(optax.constant_schedule(1.0))
+
+        def step(state, inputs):
+            scale, grads = inputs
+            scaled = jax.tree.map(lambda leaf: scale * leaf, grads)
+            updates, state = transformation.update(scaled, state, params)
+            return state, updates
+
+        updates = jax.lax.scan(step, transformation.init(params), (scales, grads))[1]
+        return nnx.to_pure_dict(updates)
+
+    return jax.jit(updates)
+
+
+def updates(name: str, *scales: float) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns the first and the second update by leaf path, at learning rate 1."""
+    stacked = jitted_updates(name)(jnp.asarray(scales))
+    flat = jax.tree_util.tree_flatten_with_path(stacked)[0]
+    first, second = (
+        {jax.tree_util.keystr(path): np.asarray(leaf[index]) for path, leaf in flat}
+        for index in range(2)
+    )
+    return first, second
+
+
+def without_decay(name: str) -> str:
+    settings = optimizers.OPTIMIZERS[name].settings
+    return ":".join([name, *(f"{key}=0" for key in settings if key.startswith("weight_decay"))])
+
+
+class OptimizersTest(parameterized.TestCase):
+    @parameterized.parameters(*optimizers.OPTIMIZERS)
+    def test_every_optimizer_has_the_global_clip_in_front(self, name: str):
+        # The first gradient is small, so the second one's scale shows wherever it is not clipped.
+        one, two, unclipped = (updates(name, 1e-2, scale)[1] for scale in (10.0, 1e3, 1e-2))
+        for path in one:
+            np.testing.assert_allclose(one[path], two[path], rtol=1e-4, atol=1e-6)
+        self.assertTrue(any(np.abs(one[path] - unclipped[path]).max() > 1e-3 for path in one))
+
+    @parameterized.parameters("muon", "mars_m", "mars_shampoo")
+    def test_embeddings_and_output_layer_get_the_adamw_rule(self, name: str):
+        first = updates(without_decay(name), 1.0, 1.0)[0]
+        # The first step of AdamW has one size in all its entries, up to eps beside the smallest
+        # gradients. (It is not the learning rate under Muon: Optax hands Nesterov on to AdamW.)
+        sizes = {path: np.abs(update) for path, update in first.items()}
+        adamw = {path for path, size in sizes.items() if size.max() / size.min() < 1.01}
+        vectors = {path for path, update in first.items() if update.ndim < 2}
+        outside = {
+            path for path in first if path.startswith(("['embed']", "['position_", "['head']"))
+        }
+        self.assertLen(outside, 3)
+        self.assertLen(vectors, 3)
+        self.assertEqual(adamw, outside | vectors)
+
+    @parameterized.parameters("mars", "mars_lion")
+    def test_elementwise_variants_treat_embeddings_as_matrices(self, name: str):
+        first = updates(without_decay(name), 1.0, 1.0)[0]
+        full, half = (
+            np.abs(first[path]).max() for path in ("['embed']['embedding']", "['norm']['scale']")
+        )
+        self.assertAlmostEqual(full, 1.0, delta=1e-3)
+        self.assertAlmostEqual(half, 0.5, delta=1e-3)
+
+    @parameterized.parameters(("adamw", "mars"), ("lion", "mars_lion"), ("muon", "mars_m"))
+    def test_pairs_share_their_weight_decay(self, baseline: str, variant: str):
+        ours = optimizers.OPTIMIZERS[variant].settings
+        theirs = optimizers.OPTIMIZERS[baseline].settings
+        self.assertEqual(ours["weight_decay"], theirs["weight_decay"])
+        decay_1d = theirs.get("weight_decay_1d", theirs["weight_decay"])
+        self.assertEqual(ours["weight_decay_1d"], decay_1d)
+
+
+class ParseTest(parameterized.TestCase):
+    def test_mars_and_adamw_share_their_betas(self):
+        ours = optimizers.OPTIMIZERS["mars"].settings
+        theirs = optimizers.OPTIMIZERS["adamw"].settings
+        self.assertEqual((ours["b1"], ours["b2"]), (theirs["b1"], theirs["b2"]))
+
+    def test_settings_behind_the_name_replace_the_defaults(self):
+        optimizer = optimizers.parse_optimizer("mars:gamma=0.5:max_norm=none")
+        self.assertEqual(optimizer.name, "mars:gamma=0.5:max_norm=none")
+        self.assertEqual(optimizer.settings["gamma"], 0.5)
+        self.assertIsNone(optimizer.settings["max_norm"])
+        self.assertEqual(optimizer.settings["weight_decay"], 0.1)
+        self.assertEqual(optimizers.OPTIMIZERS["mars"].settings["gamma"], 0.025)
+
+    def test_a_setting_reaches_the_optimizer(self):
+        first = updates(without_decay("mars") + ":learning_rate_1d=2", 1.0, 1.0)[0]
+        self.assertAlmostEqual(np.abs(first["['norm']['scale']"]).max(), 2.0, delta=0.01)
+
+    @parameterized.parameters(
+        ("adam", "Expected an optimizer out of adamw, .*got 'adam'"),
+        ("", "got ''"),
+        ("adamw:beta1=0.9", "setting of adamw out of b1, b2.*got 'beta1'"),
+        ("adamw:learning_rate=1", "--learning_rates"),
+        ("mars:gamma=big", "Expected a number or 'none' for gamma.*got 'big'"),
+        ("mars:gamma", "got ''"),
+    )
+    def test_a_wrong_optimizer_is_an_error(self, text: str, message: str):
+        with self.assertRaisesRegex(ValueError, message):
+            optimizers.parse_optimizer(text)
+
+    @parameterized.parameters(([],), (["adamw", "mars", "adamw"],))
+    def test_no_optimizer_and_the_same_one_twice_are_errors(self, texts: list[str]):
+        with self.assertRaisesRegex(ValueError, "each named once"):
+            optimizers.parse_optimizers(texts)
+
+    def test_learning_rates_come_back_sorted(self):
+        self.assertEqual(optimizers.parse_learning_rates(["4e-3", "0.001"]), [0.001, 0.004])
+        self.assertEqual(optimizers.parse_learning_rates([]), [])
+
+    @parameterized.parameters("fast", "0", "-1e-3", "nan", "inf", "")
+    def test_a_malformed_learning_rate_is_an_error(self, text: str):
+        with self.assertRaisesRegex(ValueError, f"positive learning rates.*got '{text}'"):
+            optimizers.parse_learning_rates(["1e-3", text])
+
+    def test_a_repeated_learning_rate_is_an_error(self):
+        with self.assertRaisesRegex(ValueError, "differ"):
+            optimizers.parse_learning_rates(["1e-3", "0.001"])
+
+
+if __name__ == "__main__":
+    absltest.main()
