@@ -117,6 +117,16 @@ def float_dtype(name: str, value: Any) -> jnp.dtype | None:
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
+def wide_enough(name: str, value: Any) -> None:
+    """A dtype for a quantity that is fed back: 8 bits would let its error grow."""
+    dtype = float_dtype(name, value)
+    if dtype is not None and dtype.itemsize == 1:
+        raise ValueError(
+            f"`{name}`: expected at least 16 bits for a recursive estimate, got {dtype}. Pass "
+            "'bfloat16', or None for the parameters' dtype."
+        )
+
+
 def xla_only(implementation: Any) -> None:
     """What executes the steps: so far XLA alone."""
     choice("implementation", implementation, (None, "xla", "pallas"))

@@ -35,9 +35,9 @@ def diagnose(
       :math:`c_t` is.
 
     What cannot be known is left out: all but the first where no leaf keeps a previous gradient
-    (exact mode, ``keep_prev_grad=False``, no correction), ``clip_fraction`` where `max_norm` is None.
-    A leaf of which slices are clipped on their own counts as one leaf. At the first step the numbers
-    are those of ``first_step="zeros"``.
+    (exact mode, ``keep_prev_grad=False``, no correction), ``clip_fraction`` where `max_norm` is
+    None. A leaf of which slices are clipped on their own counts as one leaf. At the first step the
+    numbers are those of ``first_step="zeros"``.
 
     Args:
       grads: The gradients, as `update` will get them.

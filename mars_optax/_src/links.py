@@ -48,10 +48,15 @@ def correct_gradients(
         the step count, which starts at 0. The coefficient is computed in at least float32.
       b1: Decay rate :math:`\beta_1` of the momentum that follows, in [0, 1). 0 turns the
         correction off.
-      correction: ``"approx"``, the gradient of the previous step. (``"exact"`` and ``"storm"`` are
-        reserved and raise.)
+      correction: ``"approx"``: the gradient of the previous step. ``"exact"``: that of this step's
+        batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
+        ``f(previous_params)``. ``"storm"``: with the same :math:`g'_t = f(x_{t-1})`, the recursion
+        :math:`c_t = g_t + (1-\gamma_t)(c_{t-1} - g'_t)`, :math:`c_1 = g_1`; `b1` and `first_step`
+        are not used.
       first_step: ``"zeros"`` or ``"no_correction"``, see above.
-      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own.
+      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`, or of :math:`c_{t-1}` under ``"storm"``;
+        None for each parameter's own. An 8-bit float (not under ``"storm"``) is stored with a
+        float32 scale for each row along the last axis.
       correction_clip: Bound > 0 on the L2 norm, over all leaves together, of what is added to
         :math:`g_t`; None for no bound.
 
@@ -60,8 +65,8 @@ def correct_gradients(
 
     Raises:
       TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
-      ValueError: If an argument is out of its range.
-      NotImplementedError: If an argument asks for what is reserved.
+      ValueError: If an argument is out of its range; at ``update``, if gradients have other shapes,
+        or ``"exact"`` and ``"storm"`` lack `grad_fn` or `params`.
 
     Examples:
       The correction in front of Muon:
@@ -89,10 +94,14 @@ def correct_gradients(
 
     References:
       Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, equation (3.10) and Remark 3.3.
+      Cutkosky and Orabona, `Momentum-Based Variance Reduction in Non-Convex SGD
+      <https://arxiv.org/abs/1905.10018>`_, 2019, Algorithm 1, for STORM.
     """
     checks.choice("correction", correction, ("approx", "exact", "storm"))
     checks.max_norm(correction_clip, name="correction_clip")
     is_storm = correction == "storm"
+    if is_storm:
+        checks.wide_enough("prev_grad_dtype", prev_grad_dtype)
     source = previous.PreviousGradient(
         gamma,
         b1,

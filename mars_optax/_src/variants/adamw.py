@@ -101,8 +101,10 @@ def scale_by_mars(
         arrives; :func:`optax.inject_hyperparams` rounds it to the parameters' dtype before, unless
         its ``hyperparam_dtype`` says otherwise.
       max_norm: Bound > 0 on the norm of each corrected gradient; None turns the clipping off.
-      correction: ``"approx"``, the gradient of the previous step, or ``"none"``. (``"exact"`` is
-        reserved and raises.)
+      correction: ``"approx"``, the gradient of the previous step; ``"exact"``, that of this step's
+        batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
+        ``f(previous_params)`` (the state keeps these in place of the previous gradient, and
+        `params` is required); or ``"none"``.
       first_step: ``"zeros"`` or ``"no_correction"``, see above.
       amsgrad: Whether the largest :math:`v` so far takes the place of :math:`v_t`: the raw one, as
         in the reference code, where :func:`optax.amsgrad` takes that after bias correction.
@@ -111,8 +113,14 @@ def scale_by_mars(
       mu_dtype: Storage dtype of :math:`m`; None for each parameter's own.
       nu_dtype: Storage dtype of :math:`v`; None for the parameter's own, but at least float32. (The
         reference stores it in the parameter's dtype, where in bfloat16 it stalls.)
-      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own.
-      keep_prev_grad: True. (False is reserved and raises.)
+      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own. An 8-bit
+        float is stored with a float32 scale for each row along the last axis.
+      keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. Without, it is the same trajectory to
+        rounding: an unclipped correction is linear, so that
+        :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with
+        :math:`n_t = m_t - \gamma_{t+1} g_t`, which `mu` then holds. Requires ``max_norm=None``,
+        ``correction="approx"``, ``second_moment="gradient"`` and a gamma that is constant or a
+        schedule (not one that is injected and changed by hand).
       weight_dimension_numbers: Axes of the matrices, which set the slices of the clip: a
         :class:`optax.contrib.MuonDimensionNumbers`, a tree of them with None for vectors, or a
         callable ``params -> tree``. None: each leaf is clipped as a whole.
@@ -124,8 +132,10 @@ def scale_by_mars(
 
     Raises:
       TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
-      ValueError: If an argument is out of its range or, at ``init``, axes do not fit a leaf.
-      NotImplementedError: If an argument asks for what is reserved.
+      ValueError: If an argument is out of its range, or does not go with ``keep_prev_grad=False``;
+        at ``init``, if axes do not fit a leaf; at ``update``, if gradients have other shapes, or
+        exact mode lacks `grad_fn` or `params`.
+      NotImplementedError: If `implementation` is ``"pallas"``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -269,7 +279,8 @@ def mars(
       mask: Which leaves decay: a tree of bools, a prefix of the parameters, or a callable that
         makes one from them, as in :func:`optax.adamw`. None: all.
       max_norm: Bound > 0 on the norm of each matrix's corrected gradient; None for no clip.
-      correction: ``"approx"`` or ``"none"``. (``"exact"`` is reserved and raises.)
+      correction: ``"approx"``, ``"exact"`` (with ``update(..., grad_fn=f)``) or ``"none"``, see
+        :func:`scale_by_mars`.
       first_step: ``"zeros"`` or ``"no_correction"``.
       optimize_1d: Whether the other leaves, too, get the variance-reduced rule, with the main
         values.
@@ -289,7 +300,7 @@ def mars(
       mu_dtype: Storage dtype of the first moments; None for the parameter's.
       nu_dtype: Storage dtype of the second moments; None for the parameter's, at least float32.
       prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
-      keep_prev_grad: True. (False is reserved and raises.)
+      keep_prev_grad: Whether the state keeps the previous gradient, see :func:`scale_by_mars`.
       implementation: None or ``"xla"``. (``"pallas"`` is reserved and raises.)
 
     Returns:
@@ -300,7 +311,7 @@ def mars(
       TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
       ValueError: If an argument is out of its range; at ``init``, if axes do not fit a leaf; at
         ``update``, if ``params`` is None though parameters decay.
-      NotImplementedError: If an argument asks for what is reserved.
+      NotImplementedError: If `implementation` is ``"pallas"``.
 
     Examples:
       >>> import jax

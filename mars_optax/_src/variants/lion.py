@@ -64,12 +64,20 @@ def scale_by_mars_lion(
       gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of
         the step count, which starts at 0. The coefficient is computed in at least float32.
       max_norm: Bound > 0 on the norm of each corrected gradient; None turns the clipping off.
-      correction: ``"approx"``, the gradient of the previous step, or ``"none"``. (``"exact"`` is
-        reserved and raises.)
+      correction: ``"approx"``, the gradient of the previous step; ``"exact"``, that of this step's
+        batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
+        ``f(previous_params)`` (the state keeps these in place of the previous gradient, and
+        `params` is required); or ``"none"``.
       first_step: ``"zeros"`` or ``"no_correction"``, see above.
       mu_dtype: Storage dtype of :math:`m`; None for each parameter's own.
-      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own.
-      keep_prev_grad: True. (False is reserved and raises.)
+      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own. An 8-bit
+        float is stored with a float32 scale for each row along the last axis.
+      keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. Without, it is the same trajectory to
+        rounding: an unclipped correction is linear, so that
+        :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with
+        :math:`n_t = m_t - \gamma_{t+1} g_t`, which `mu` then holds. Requires ``max_norm=None``,
+        ``correction="approx"`` and a gamma that is constant or a schedule (not one
+        that is injected and changed by hand).
       weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars`.
       implementation: None or ``"xla"``. (``"pallas"`` is reserved and raises.)
 
@@ -78,8 +86,8 @@ def scale_by_mars_lion(
 
     Raises:
       TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
-      ValueError: If an argument is out of its range or, at ``init``, axes do not fit a leaf.
-      NotImplementedError: If an argument asks for what is reserved.
+      ValueError: As :func:`scale_by_mars`.
+      NotImplementedError: If `implementation` is ``"pallas"``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -158,7 +166,8 @@ def mars_lion(
       weight_decay: :math:`\lambda` of the matrices, a number or a schedule.
       mask: Which leaves decay, as in :func:`mars`.
       max_norm: Bound > 0 on the norm of each matrix's corrected gradient; None for no clip.
-      correction: ``"approx"`` or ``"none"``. (``"exact"`` is reserved and raises.)
+      correction: ``"approx"``, ``"exact"`` (with ``update(..., grad_fn=f)``) or ``"none"``, see
+        :func:`scale_by_mars_lion`.
       first_step: ``"zeros"`` or ``"no_correction"``.
       optimize_1d: Whether the other leaves, too, get the rule of MARS-Lion, with the main values.
       learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
@@ -170,7 +179,7 @@ def mars_lion(
       weight_dimension_numbers: Which leaves are matrices, as in :func:`mars`.
       mu_dtype: Storage dtype of the first moments; None for the parameter's.
       prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
-      keep_prev_grad: True. (False is reserved and raises.)
+      keep_prev_grad: Whether the state keeps the previous gradient, see :func:`scale_by_mars_lion`.
       implementation: None or ``"xla"``. (``"pallas"`` is reserved and raises.)
 
     Returns:

@@ -76,12 +76,20 @@ def scale_by_mars_m(
       gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of
         the step count, which starts at 0. The coefficient is computed in at least float32.
       max_norm: Bound > 0 on the norm of each corrected gradient; None turns the clipping off.
-      correction: ``"approx"``, the gradient of the previous step, or ``"none"``. (``"exact"`` is
-        reserved and raises.)
+      correction: ``"approx"``, the gradient of the previous step; ``"exact"``, that of this step's
+        batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
+        ``f(previous_params)`` (the state keeps these in place of the previous gradient, and
+        `params` is required); or ``"none"``.
       first_step: ``"zeros"`` or ``"no_correction"``, see above.
       mu_dtype: Storage dtype of :math:`m`; None for each parameter's own.
-      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own.
-      keep_prev_grad: True. (False is reserved and raises.)
+      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own. An 8-bit
+        float is stored with a float32 scale for each row along the last axis.
+      keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. Without, it is the same trajectory to
+        rounding: an unclipped correction is linear, so that
+        :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with
+        :math:`n_t = m_t - \gamma_{t+1} g_t`, which `mu` then holds. Requires ``max_norm=None``,
+        ``correction="approx"`` and a gamma that is constant or a schedule (not one
+        that is injected and changed by hand).
       weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars_shampoo`. None:
         every leaf is a matrix (in, out) of rank 2.
       implementation: None or ``"xla"``. (``"pallas"`` is reserved and raises.)
@@ -98,9 +106,9 @@ def scale_by_mars_m(
 
     Raises:
       TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
-      ValueError: If an argument is out of its range; at ``init``, if axes do not fit a leaf or a
-        leaf is no matrix; at ``update``, if `newton_schulz_fn` returns another shape or dtype.
-      NotImplementedError: If an argument asks for what is reserved.
+      ValueError: As :func:`scale_by_mars`; at ``init``, if a leaf is no matrix; at ``update``, if
+        `newton_schulz_fn` returns another shape or dtype.
+      NotImplementedError: If `implementation` is ``"pallas"``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -196,7 +204,8 @@ def mars_m(
       ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
       newton_schulz_fn: A function in place of the iteration, as in :func:`scale_by_mars_m`.
       max_norm: Bound > 0 on the norm of each matrix's corrected gradient; None for no clip.
-      correction: ``"approx"`` or ``"none"``. (``"exact"`` is reserved and raises.)
+      correction: ``"approx"``, ``"exact"`` (with ``update(..., grad_fn=f)``) or ``"none"``, see
+        :func:`scale_by_mars_m`.
       first_step: ``"zeros"`` or ``"no_correction"``.
       learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
         `learning_rate`.
@@ -209,7 +218,7 @@ def mars_m(
         AdamW: ``dimension_numbers_by_path([("embed|head", None)])``.
       mu_dtype: Storage dtype of the first moments; None for the parameter's.
       prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
-      keep_prev_grad: True. (False is reserved and raises.)
+      keep_prev_grad: Whether the state keeps the previous gradient, see :func:`scale_by_mars_m`.
       implementation: None or ``"xla"``. (``"pallas"`` is reserved and raises.)
 
     Returns:
