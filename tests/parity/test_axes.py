@@ -57,7 +57,7 @@ class AxesTestCase(parameterized.TestCase):
 
 
 class OrientationTest(AxesTestCase):
-    @parameterized.parameters(*TRANSFORMS)
+    @parameterized.parameters("mars", "shampoo", "mars_m")
     def test_declaring_the_transposed_axes_transposes_the_update(self, rule):
         layouts = {}
         for shape in ((8, 3), (3, 8), (5, 5)):
@@ -139,7 +139,7 @@ class BatchAxesTest(AxesTestCase):
         for i, j in pairs:
             self.assert_close(got["both"][:, i, :, j], got[str((i, j))], f"{rule} {i}, {j}")
 
-    @parameterized.parameters(*TRANSFORMS)
+    @parameterized.parameters("mars", "shampoo", "mars_m")
     def test_kernels_of_higher_rank_move_as_their_flattened_matrices(self, rule):
         conv, attention = _gradients(3, 3, 4, 5), _gradients(8, 2, 3)
         got = _directions(

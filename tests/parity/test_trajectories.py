@@ -39,14 +39,11 @@ EXCLUDED = {
 
 TRAJECTORIES = [name for name in goldens.names() if not name.startswith("newton_schulz")]
 SCANNED = (
-    "mars_adamw__amsgrad__decay",
     "mars_adamw__lr_schedule__mixed",
     "mars_lion__wd0.1_optimize_1d__mixed",
-    "mars_shampoo__default__mixed__ns32",
     "mars_m__options__mixed__f64",
 )
 STACKED = (
-    "mars_m__default__mixed__f64",
     "mars_m__default__large__ns32",
     "mars_m__options__mixed__f64",
     "mars_m__lr_schedule__mixed__ns32",
