@@ -114,7 +114,7 @@ def float_dtype(name: str, value: Any) -> jnp.dtype | None:
             raise TypeError(f"`{name}`: expected a dtype, got {value!r}. {advice}") from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}`: expected a floating-point dtype, got {value!r}. {advice}")
-    return jax.dtypes.canonicalize_dtype(dtype)
+    return dtype
 
 
 def wide_enough(name: str, value: Any) -> None:

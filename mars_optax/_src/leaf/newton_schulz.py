@@ -65,7 +65,7 @@ def newton_schulz(
     iterate = wide / jnp.where(norm > 0, norm, 1)
     # There is no complex number of lower precision than complex64.
     if not jnp.iscomplexobj(x):
-        iterate = iterate.astype(dtype)
+        iterate = iterate.astype(precision.available(dtype))
     table = jnp.asarray(coeffs, precision.compute_dtype(iterate))
     iterate = _run_steps(iterate, table, steps, matmul_precision)
     if is_tall:

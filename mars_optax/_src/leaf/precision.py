@@ -51,8 +51,13 @@ def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) 
     """
     own = jnp.result_type(x)
     if averages_squares:
-        return compute_dtype(x) if dtype is None else jnp.dtype(dtype)
+        return compute_dtype(x) if dtype is None else available(dtype)
     if dtype is None:
         return jnp.dtype(own)
     is_complex = jnp.issubdtype(own, jnp.complexfloating)
-    return jnp.dtype(jnp.promote_types(dtype, jnp.complex64) if is_complex else dtype)
+    return available(jnp.promote_types(dtype, jnp.complex64) if is_complex else dtype)
+
+
+def available(dtype: Any) -> jnp.dtype:
+    """The dtype that JAX has for `dtype` where this is called: float32 for float64 without x64."""
+    return jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))

@@ -84,7 +84,7 @@ def scale_by_mars(
 
     The norm is each matrix's own: that of a leaf, or of each slice along declared batch axes. The
     direction :math:`u_t` has the sign of the gradient and the gradient's dtype, as that of
-    :func:`optax.scale_by_adam`; with ``gamma=0, max_norm=None`` it is that of
+    :func:`optax.scale_by_adam`; with ``gamma=0, max_norm=None`` it is, to rounding, that of
     :func:`optax.scale_by_adam`. Arithmetic is in at least float32 whatever the dtypes.
 
     At the first step the previous gradient is 0 under ``first_step="zeros"``, as in the reference
