@@ -8,7 +8,7 @@ All start from the same weights and see the same batches. From the root of the r
     python -m benchmarks.language_model --data_file=train.bin --validation_file=val.bin
 
 At the end there are a table and a verdict on the screen, and `results.json` and `curves.png` in
-the folder `--out`.
+the folder `--out`, and with `--diagnose` `diagnostics.png`.
 """
 
 import dataclasses
@@ -62,6 +62,9 @@ _VALIDATION_FILE = flags.DEFINE_string(
 _VOCABULARY_SIZE = flags.DEFINE_integer(
     "vocabulary_size", None, "Number of symbols; found in the data by default.", lower_bound=1
 )
+_DIAGNOSE = flags.DEFINE_bool(
+    "diagnose", False, "Record and plot what the correction does, at every evaluation."
+)
 _OUT = flags.DEFINE_string("out", "runs/language_model", "Folder of the results.")
 
 _FINAL_FRACTION = 0.1
@@ -78,6 +81,7 @@ class Settings:
     schedule: training.Schedule
     batch_size: int
     eval_windows: int
+    diagnose: bool = False
 
 
 def parse_seeds(texts: Sequence[str]) -> list[int]:
@@ -126,6 +130,7 @@ def compare(corpus: data.Corpus, settings: Settings) -> list[training.Run]:
                         learning_rate=rate,
                         seed=seed,
                         batch_size=settings.batch_size,
+                        diagnose=settings.diagnose,
                         progress=progress,
                     )
                     results.append(run)
@@ -187,6 +192,7 @@ def main(argv: Sequence[str]) -> None:
             schedule=_schedule(),
             batch_size=_BATCH_SIZE.value,
             eval_windows=_EVAL_WINDOWS.value,
+            diagnose=_DIAGNOSE.value,
         )
     except (OSError, ValueError) as error:
         sys.exit(f"language_model: {error}")
@@ -206,12 +212,14 @@ def main(argv: Sequence[str]) -> None:
     tree = report.as_json(summaries, runs, record)
     report.write_json(tree, out / "results.json")
     report.plot(summaries, out / "curves.png")
+    written = ["results.json", "curves.png"]
+    if report.plot_measures(summaries, out / "diagnostics.png"):
+        written.append("diagnostics.png")
     for title in ("environment", "data"):
         print(f"{title}: " + ", ".join(f"{key} {value}" for key, value in record[title].items()))
     print(f"\n{report.text(summaries)}\n")
-    print(
-        f"{time.perf_counter() - began:.0f} s in all. Written to {out}: results.json, curves.png."
-    )
+    seconds = time.perf_counter() - began
+    print(f"{seconds:.0f} s in all. Written to {out}: {', '.join(written)}.")
 
 
 if __name__ == "__main__":

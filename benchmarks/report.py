@@ -277,6 +277,41 @@ def plot(summaries: Sequence[Summary], path: pathlib.Path) -> None:
     plt.close(figure)
 
 
+def plot_measures(summaries: Sequence[Summary], path: pathlib.Path) -> bool:
+    """Draws what `mars_optax.diagnose` measured, for each optimizer's first seed.
+
+    Args:
+      summaries: what to draw.
+      path: the PNG file to write.
+
+    Returns:
+      Whether there was anything to draw.
+    """
+    measured = [summary for summary in summaries if summary.runs[0].measures]
+    if not measured:
+        return False
+    names = list(dict.fromkeys(name for summary in measured for name in summary.runs[0].measures))
+    figure, axes = plt.subplots(
+        nrows=len(names),
+        figsize=(6.5, 2.2 * len(names)),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for ax, name in zip(axes[:, 0], names, strict=True):
+        for summary in measured:
+            run = summary.runs[0]
+            if name in run.measures:
+                ax.plot(run.steps[:-1], run.measures[name], label=summary.optimizer)
+        ax.set(ylabel=name.replace("_", " "))
+        ax.grid(alpha=0.3)
+    axes[0, 0].legend()
+    axes[-1, 0].set(xlabel="step")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return True
+
+
 def _jsonable(value: Any) -> Any:
     """Replaces what JSON lacks: a number that is not finite becomes null."""
     if isinstance(value, float):

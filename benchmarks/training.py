@@ -14,7 +14,8 @@ import numpy.typing as npt
 import optax
 from flax import nnx
 
-from benchmarks import data, gpt
+import mars_optax
+from benchmarks import data, gpt, optimizers
 from benchmarks.optimizers import Optimizer
 
 Params: TypeAlias = "nnx.State[Any, Any]"
@@ -76,6 +77,8 @@ class Run:
       train_loss: mean over the updates since the evaluation before; one value less.
       seconds_per_step: median, without compiling and evaluating.
       state_bytes: size of the optimizer's state.
+      measures: where asked for, what `mars_optax.diagnose` says of the next batch's gradients at
+        each of `steps` but the last.
     """
 
     optimizer: str
@@ -86,6 +89,7 @@ class Run:
     train_loss: list[float]
     seconds_per_step: float
     state_bytes: int
+    measures: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @property
     def final_loss(self) -> float:
@@ -141,11 +145,26 @@ class Trainer:
         ) -> tuple[tuple[Params, optax.OptState], jax.Array]:
             params, state = carry
             loss, grads = jax.value_and_grad(self._loss)(params, batch)
-            updates, state = transformation.update(grads, state, params)
+
+            def grad_fn(params: Params) -> Params:
+                """Where an optimizer asks: the gradients of this batch at other parameters."""
+                grads: Params = optimizers.clip(jax.grad(self._loss)(params, batch))
+                return grads
+
+            updates, state = transformation.update(grads, state, params, grad_fn=grad_fn)
             return (optax.apply_updates(params, updates), state), loss
 
         (params, state), losses = jax.lax.scan(update, (params, state), windows)
         return params, state, losses
+
+    def _measures(
+        self, params: Params, state: optax.OptState, windows: jax.Array
+    ) -> dict[str, jax.Array]:
+        grads = optimizers.clip(jax.grad(self._loss)(params, windows))
+        settings = self._optimizer.settings
+        names = ("gamma", "b1", "max_norm")
+        known = {name: settings[name] for name in names if name in settings}
+        return mars_optax.diagnose(grads, state, **known)
 
     def train(
         self,
@@ -155,6 +174,7 @@ class Trainer:
         learning_rate: float,
         seed: int,
         batch_size: int,
+        diagnose: bool = False,
         progress: Callable[[int, float], object] = lambda steps, loss: None,
     ) -> Run:
         """Trains from scratch.
@@ -165,6 +185,7 @@ class Trainer:
           learning_rate: peak learning rate.
           seed: decides the initial weights and the order of the data.
           batch_size: windows in a batch.
+          diagnose: whether to record what the correction does, at every evaluation.
           progress: called after every few updates with their number and their mean loss.
 
         Returns:
@@ -192,9 +213,14 @@ class Trainer:
         train_loss: list[float] = []
         losses: list[float] = []
         seconds: list[float] = []
+        measures: dict[str, list[float]] = {}
+        measure = jax.jit(self._measures)
         step = 0
         for call_starts in starts:
             windows = self._windows(corpus, call_starts)
+            if diagnose and step in evaluated:
+                for name, value in measure(params, state, windows[0]).items():
+                    measures.setdefault(name, []).append(float(value))
             began = time.perf_counter()
             params, state, call_losses = self._compiled(params, state, windows, peak)
             losses += call_losses.tolist()  # waits for the device
@@ -214,6 +240,7 @@ class Trainer:
             train_loss=train_loss,
             seconds_per_step=statistics.median(seconds),
             state_bytes=state_bytes,
+            measures=measures,
         )
 
     def _windows(self, corpus: data.Corpus, starts: npt.NDArray[np.int64]) -> jax.Array:
