@@ -100,9 +100,14 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         size = _nbytes(leaf)
         state_bytes += size
-        # A buffer of a parameter has the parameter's path behind the state's own.
-        owners = [p for p, _ in flat if path[len(path) - len(p) :] == p]
-        if owners and jnp.ndim(leaf) == jnp.ndim(dict(flat)[max(owners, key=len)]):
+        # A buffer of a parameter has the parameter's path behind the state's own, and its rank; a
+        # counter may have both, but is no buffer.
+        owners = [
+            p
+            for p, param in flat
+            if path[len(path) - len(p) :] == p and jnp.ndim(leaf) == jnp.ndim(param)
+        ]
+        if owners and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             owned[max(owners, key=len)] += size
 
     leaves = []

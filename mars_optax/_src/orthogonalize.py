@@ -43,6 +43,12 @@ class Orthogonalization:
 
     def __call__(self, x: jax.Array, axes: partition.Axes) -> jax.Array:
         """Orthogonalizes each matrix of a leaf."""
+        sharding = jax.typeof(x).sharding
+        is_explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+        if is_explicit:
+            # Products of explicitly sharded matrices want to be told the sharding of every result:
+            # gather each matrix once, not in every iteration.
+            x = _reshard(x, _whole_matrices(sharding.spec, axes))
         stack = axes.to_stack(x)
         if self.fn is not None:
             result = self.fn(stack)
@@ -56,7 +62,22 @@ class Orthogonalization:
                 eps=self.eps,
                 matmul_precision=self.precision,
             )
-        return axes.from_stack(result, x.shape)
+        result = axes.from_stack(result, x.shape)
+        return _reshard(result, sharding.spec) if is_explicit else result
+
+
+def _reshard(x: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:
+    result: jax.Array = jax.sharding.reshard(x, spec)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _whole_matrices(
+    spec: jax.sharding.PartitionSpec, axes: partition.Axes
+) -> jax.sharding.PartitionSpec:
+    """The sharding with each matrix on one device: that of a single batch axis stays."""
+    kept = axes.batch if len(axes.batch) == 1 else ()
+    parts = (part if i in kept else None for i, part in enumerate(spec))
+    return jax.sharding.PartitionSpec(*parts)  # type: ignore[no-untyped-call]
 
 
 def matrix_direction(

@@ -28,7 +28,10 @@ def jitted_updates(name: str):
         def step(state, inputs):
             scale, grads = inputs
             scaled = jax.tree.map(lambda leaf: scale * leaf, grads)
-            updates, state = transformation.update(scaled, state, params)
+            # The parameters do not move, so neither does the gradient of this batch at them.
+            updates, state = transformation.update(
+                scaled, state, params, grad_fn=lambda _: optimizers.clip(scaled)
+            )
             return state, updates
 
         updates = jax.lax.scan(step, transformation.init(params), (scales, grads))[1]

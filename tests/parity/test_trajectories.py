@@ -574,7 +574,9 @@ class TrajectoryTest(RecordedTestCase):
         state = tx.init(params)
         for t in range(golden.meta["steps"]):
             x, y = golden.extra["data/x"][t], golden.extra["data/y"][t]
-            params, state, loss, grads = step(params, state, x, y)
+            # GPUs multiply float32 matrices in lower precision unless told otherwise.
+            with jax.default_matmul_precision("highest"):
+                params, state, loss, grads = step(params, state, x, y)
             # The loop feeds rounding back: a gradient's tolerance, not a single update's.
             self.assertAlmostEqual(loss, golden.extra["loss"][t], delta=1e-4 * abs(loss))
             for leaf in golden.leaves:

@@ -262,6 +262,7 @@ def mars_shampoo(
       https://github.com/AGI-Arena/MARS.
     """
     checks.flag("optimize_1d", optimize_1d)
+    checks.decay_rate("b2", b2)
     shared = {
         "max_norm": max_norm,
         "first_step": first_step,

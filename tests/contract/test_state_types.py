@@ -1,0 +1,145 @@
+"""Types of state and updates: nothing drifts, whatever the dtypes of parameters and gradients.
+
+Covers eager calls, `lax.scan`, `lax.cond` and `lax.while_loop`, weak types, the dtypes of stored
+moments, and the dtype of what is returned.
+"""
+
+import contextlib
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl.testing import absltest, parameterized
+
+from tests import registry
+from tests.support import trees
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_PAIRS = tuple(itertools.product(_DTYPES, _DTYPES))
+
+
+def _types_on(*dtypes: str) -> Any:
+    return trees.float64() if "float64" in dtypes else contextlib.nullcontext()
+
+
+def _state_dtype(entry: registry.Entry, field: str, params_dtype: str) -> Any:
+    """The dtype api users are promised for a field of the state."""
+    chosen = entry.kwargs.get(f"{field}_dtype")
+    if chosen is not None:
+        return jnp.dtype(chosen)
+    if field == "nu":
+        return jnp.promote_types(params_dtype, jnp.float32)
+    return jnp.dtype(params_dtype)
+
+
+class StateTypesTest(parameterized.TestCase):
+    @parameterized.named_parameters(*registry.select())
+    def test_types_are_a_fixed_point_of_update_for_all_dtypes(self, entry: registry.Entry):
+        tx = entry.make()
+        for params_dtype, grads_dtype in _PAIRS:
+            name = f"{params_dtype} parameters, {grads_dtype} gradients"
+            with self.subTest(name), _types_on(params_dtype, grads_dtype):
+                params, grads = entry.params(params_dtype), entry.grads(0, grads_dtype)
+                state = jax.eval_shape(tx.init, params)
+                updates, new_state = jax.eval_shape(tx.update, grads, state, params)
+                trees.assert_same_types(new_state, state)
+                self.assertEmpty(trees.weak_leaves((state, updates)))
+                like = params if entry.kind == "optimizer" else grads
+                trees.assert_same_types(updates, like)
+
+    @parameterized.named_parameters(*registry.select())
+    def test_stored_dtypes_are_the_documented_ones(self, entry: registry.Entry):
+        tx = entry.make()
+        for params_dtype in _DTYPES:
+            with _types_on(params_dtype):
+                state = jax.eval_shape(tx.init, entry.params(params_dtype))
+                for field in ("mu", "nu", "prev_grad"):
+                    for leaf in jax.tree.leaves(trees.fields(state, field)):
+                        self.assertEqual(leaf.dtype, _state_dtype(entry, field, params_dtype))
+
+    @parameterized.named_parameters(*registry.select())
+    def test_update_runs_inside_scan_cond_and_while_loop(self, entry: registry.Entry):
+        tx = entry.make()
+        for params_dtype, grads_dtype in (
+            ("float32", "float32"),
+            ("bfloat16", "float32"),
+            ("float32", "bfloat16"),
+            ("float64", "float16"),
+        ):
+            with _types_on(params_dtype, grads_dtype):
+                params, grads = entry.params(params_dtype), entry.grads(0, grads_dtype)
+
+                def advance(state, params=params, grads=grads):
+                    return tx.update(grads, state, params)[1]
+
+                def scan(state, advance=advance):
+                    return jax.lax.scan(lambda s, _: (advance(s), None), state, length=2)[0]
+
+                def cond(state, advance=advance):
+                    return jax.lax.cond(jnp.asarray(True), advance, lambda s: s, state)
+
+                def while_loop(state, advance=advance):
+                    return jax.lax.while_loop(
+                        lambda carry: carry[1] < 2,
+                        lambda carry: (advance(carry[0]), carry[1] + 1),
+                        (state, jnp.asarray(0)),
+                    )[0]
+
+                # Tracing compares the types; nothing has to be computed.
+                state = jax.eval_shape(tx.init, params)
+                for loop in (scan, cond, while_loop):
+                    trees.assert_same_types(jax.eval_shape(loop, state), state)
+
+    @parameterized.product(
+        entry=[entry for _, entry in registry.select(core=True)],
+        dtypes=[("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")],
+    )
+    def test_eager_updates_keep_the_types(self, entry: registry.Entry, dtypes):
+        params_dtype, grads_dtype = dtypes
+        tx, params = entry.make(), entry.params(params_dtype)
+        state = tx.init(params)
+        before = jax.tree.map(jax.typeof, state)
+        for step in range(2):
+            updates, state = tx.update(entry.grads(step, grads_dtype), state, params)
+        self.assertEqual(jax.tree.map(jax.typeof, state), before)
+        self.assertEmpty(trees.weak_leaves((state, updates)))
+        self.assertTrue(trees.all_finite((state, updates)))
+
+    @parameterized.named_parameters(*registry.select(core=True))
+    def test_scanned_steps_equal_single_ones(self, entry: registry.Entry):
+        tx, params = entry.shared(), entry.params()
+        grads = [entry.grads(step) for step in range(3)]
+        _, _, expected = trees.run(tx, params, grads, apply=False)
+
+        @jax.jit
+        def scanned(state, stacked):
+            return jax.lax.scan(lambda s, g: (tx.update(g, s, params)[1], None), state, stacked)[0]
+
+        actual = scanned(tx.init(params), jax.tree.map(lambda *x: jnp.stack(x), *grads))
+        trees.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+    @parameterized.named_parameters(
+        *registry.select("optimizer", core=True),
+    )
+    def test_half_precision_parameters_move_under_tiny_gradients(self, entry: registry.Entry):
+        params = entry.params("bfloat16")
+        grads = [entry.grads(step, "float32", scale=1e-5) for step in range(3)]
+        updates, moved, _ = trees.run(entry.shared(), params, grads)
+        self.assertTrue(trees.all_finite(updates))
+        for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(moved), strict=True):
+            self.assertTrue(bool(jnp.any(before != after)))
+
+    @parameterized.named_parameters(*registry.select("direction", "optimizer", core=True))
+    def test_count_saturates(self, entry: registry.Entry):
+        tx, params = entry.shared(), entry.params()
+        state = optax.tree.set(tx.init(params), count=jnp.asarray(2**31 - 1, jnp.int32))
+        updates, state = trees.jitted_update(tx)(entry.grads(), state, params)
+        self.assertTrue(trees.all_finite(updates))
+        for count in trees.fields(state, "count"):
+            self.assertEqual(int(count), 2**31 - 1)
+
+
+if __name__ == "__main__":
+    absltest.main()
