@@ -19,13 +19,10 @@ from optax.contrib import MuonDimensionNumbers
 import mars_optax
 from tests.support import goldens, trees
 
-_CAUTIOUS = "a cautious mask is not offered; it leaves the state as it is, which is compared"
 _ROOT = "1e-15 is added under the root there, which shows beside a tiny second moment"
 
 # Patterns of "case/leaf/item", an item being `params` or a field of the state.
 EXCLUDED = {
-    r"timm_adamw__caution__mixed/.*/params": _CAUTIOUS,
-    r"pytorch_optimizer_adamw__cautious__mixed/.*/params": _CAUTIOUS,
     r"pytorch_optimizer_adamw__tiny/.*/params": _ROOT,
     r"pytorch_optimizer_adamw__default__small/(attn|proj|conv)/params": _ROOT,
     r"pytorch_optimizer_adamw__default__mixed/attn/params": _ROOT,
@@ -34,10 +31,14 @@ EXCLUDED = {
         "their first two dimensions; here the matrices of a stack are independent. "
         "test_stacks_follow_from_the_links compares these leaves"
     ),
-    r"mars_m_efficient__.*/(attn|proj|square|row)/mu": "its buffer is not the momentum",
+    r"mars_m_efficient__.*/(attn|proj|square|row)/mu": (
+        "its buffer is not the momentum; test_memory_free compares it"
+    ),
 }
 
-TRAJECTORIES = [name for name in goldens.names() if not name.startswith("newton_schulz")]
+# `test_newton_schulz` and `test_exact` read the others.
+ELSEWHERE = {name for name in goldens.names() if name.startswith(("newton_schulz__", "exact_"))}
+TRAJECTORIES = sorted(set(goldens.names()) - ELSEWHERE)
 SCANNED = (
     "mars_adamw__lr_schedule__mixed",
     "mars_lion__wd0.1_optimize_1d__mixed",
@@ -50,7 +51,7 @@ STACKED = (
 )
 
 
-def _precision(golden):
+def precision_of(golden):
     """The optimizer is built inside as well: there a dtype may mean float64."""
     return trees.float64() if golden.is_float64 else contextlib.nullcontext()
 
@@ -135,7 +136,7 @@ def _dimension_numbers(golden):
     return {leaf: of(leaf) for leaf in golden.leaves}
 
 
-def _official_mars(golden, h):
+def _official_mars(golden, h, **overrides):
     """An optimizer for the hyperparameters `h`, which hold for all leaves or for a group."""
     learning_rate, learning_rate_1d = _learning_rates(golden, h, golden.meta["lr_1d_factor"])
     gamma = h["gamma"] if golden.meta["gamma_per_step"] is None else _by_step(golden.gammas())
@@ -152,27 +153,41 @@ def _official_mars(golden, h):
     }
     match h["mars_type"]:
         case "mars-lion":
-            return mars_optax.mars_lion(
-                learning_rate,
-                eps_1d=h["eps"],
-                weight_dimension_numbers=mars_optax.dimension_numbers_by_path([]),
-                **options,
-            )
+            options |= {
+                "eps_1d": h["eps"],
+                "weight_dimension_numbers": mars_optax.dimension_numbers_by_path([]),
+            }
+            return mars_optax.mars_lion(learning_rate, **(options | overrides))
         case "mars-shampoo":
-            return mars_optax.mars_shampoo(
-                learning_rate, b2=b2, eps=h["eps"], **_ns_options(golden), **options
-            )
+            options |= {"b2": b2, "eps": h["eps"], **_ns_options(golden)}
+            return mars_optax.mars_shampoo(learning_rate, **(options | overrides))
         case "mars-adamw":
-            return mars_optax.mars(
-                learning_rate,
-                b2=b2,
-                eps=h["eps"],
-                amsgrad=h["amsgrad"],
-                weight_dimension_numbers=mars_optax.dimension_numbers_by_path([]),
-                **options,
-            )
+            options |= {
+                "b2": b2,
+                "eps": h["eps"],
+                "amsgrad": h["amsgrad"],
+                "weight_dimension_numbers": mars_optax.dimension_numbers_by_path([]),
+            }
+            return mars_optax.mars(learning_rate, **(options | overrides))
         case unknown:
             raise ValueError(unknown)
+
+
+def _cautious(golden, directions, rescale, learning_rates, decays):
+    """Cautious directions of matrices and vectors, each with its learning rate and its decay."""
+    chains = {
+        rule: optax.chain(
+            mars_optax.cautious(direction, rescale=rescale),
+            optax.add_decayed_weights(decay),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+        for (rule, direction), learning_rate, decay in zip(
+            directions.items(), learning_rates, decays, strict=True
+        )
+    }
+    return optax.partition(
+        chains, {leaf: "matrix" if leaf in golden.matrices else "vector" for leaf in golden.leaves}
+    )
 
 
 def _timm(golden):
@@ -193,6 +208,13 @@ def _timm(golden):
     }
     if h["mars_type"] == "lion":
         return mars_optax.mars_lion(learning_rate, **options)
+    if h["caution"]:
+        (b1, b2), eps = h["betas"], h["eps"]
+        directions = {
+            "matrix": mars_optax.scale_by_mars(b1, b2, eps, h["gamma"], first_step="no_correction"),
+            "vector": mars_optax.scale_by_mars(b1_1d, b2_1d, eps, correction="none", max_norm=None),
+        }
+        return _cautious(golden, directions, "mean", (learning_rate, learning_rate_1d), (0.0, 0.0))
     return mars_optax.mars(learning_rate, b2=h["betas"][1], eps=h["eps"], **options)
 
 
@@ -211,6 +233,22 @@ def _pytorch_optimizer(golden):
         "weight_decay_1d": h["weight_decay_1d"],
     }
     eps = {"eps_1d": (h["eps"], b2_1d)}
+    if h["cautious"]:
+        directions = {
+            rule: _with_eps_before_correction(
+                mars_optax.scale_by_mars, golden, {"eps": (h["eps"], betas[1])}, **arguments
+            )
+            for rule, betas, arguments in (
+                ("matrix", (b1, b2), {"b1": b1, "b2": b2, "gamma": h["gamma"]}),
+                (
+                    "vector",
+                    (b1_1d, b2_1d),
+                    {"b1": b1_1d, "b2": b2_1d, "correction": "none", "max_norm": None},
+                ),
+            )
+        }
+        decays = h["weight_decay"], h["weight_decay_1d"]
+        return _cautious(golden, directions, "count", (h["lr"], h["lr_1d"]), decays)
     match h["mars_type"]:
         case "lion":
             return _with_eps_before_correction(mars_optax.mars_lion, golden, eps, **options)
@@ -237,28 +275,37 @@ def _pytorch_optimizer(golden):
             raise ValueError(unknown)
 
 
-def _mars_m(golden, *, max_norm=1.0):
+def _mars_m(golden, **overrides):
     h = golden.hyperparameters
     b1_1d, b2_1d = h["adamw_betas"]
+    options = {
+        "learning_rate": _learning_rates(golden, h, 1.0)[0],
+        "b1": h["momentum"],
+        "gamma": h["gamma"],
+        "weight_decay": h["wd"],
+        "ns_steps": h["ns_steps"],
+        "b1_1d": b1_1d,
+        "b2_1d": b2_1d,
+        "weight_dimension_numbers": _dimension_numbers(golden),
+        "max_norm": 1.0,
+        **_ns_options(golden),
+    }
     return _with_eps_before_correction(
         mars_optax.mars_m,
         golden,
         {"eps_1d": (h["adamw_eps"], b2_1d)},
-        learning_rate=_learning_rates(golden, h, 1.0)[0],
-        b1=h["momentum"],
-        gamma=h["gamma"],
-        weight_decay=h["wd"],
-        ns_steps=h["ns_steps"],
-        b1_1d=b1_1d,
-        b2_1d=b2_1d,
-        weight_dimension_numbers=_dimension_numbers(golden),
-        max_norm=max_norm,
-        **_ns_options(golden),
+        **(options | overrides),
     )
 
 
-def optimizer_of(golden):
-    """The optimizer of this package that follows a recorded case."""
+def optimizer_of(golden, **overrides):
+    """The optimizer of this package that follows a recorded case.
+
+    Args:
+      golden: The case.
+      **overrides: Arguments of the optimizer that the official cases are to have besides, or
+        instead.
+    """
     match golden.impl:
         case "official_mars" if golden.meta["groups"] is not None:
             first, second = golden.meta["groups"]
@@ -271,11 +318,11 @@ def optimizer_of(golden):
                 labels,
             )
         case "official_mars":
-            return _official_mars(golden, golden.hyperparameters)
+            return _official_mars(golden, golden.hyperparameters, **overrides)
         case "official_mars_m":
-            return _mars_m(golden)
+            return _mars_m(golden, **overrides)
         case "official_mars_m_efficient":
-            return _mars_m(golden, max_norm=None)
+            return _mars_m(golden, max_norm=None, **overrides)
         case "timm":
             return _timm(golden)
         case "pytorch_optimizer":
@@ -300,10 +347,12 @@ def _initial_params(golden):
     return jax.tree.map(jnp.asarray, _oriented_tree(golden, golden.init))
 
 
+# LLVM's optimizations take most of a compilation, longer than all steps together.
+QUICKLY = {"xla_backend_optimization_level": 0}
 _STEPS = {}
 
 
-def _optimizer_and_step(golden):
+def _optimizer_and_step(golden, **overrides):
     """Cases that differ in their gradients only share an optimizer, and one compilation."""
     configuration = (
         "impl",
@@ -316,12 +365,10 @@ def _optimizer_and_step(golden):
         "newton_schulz",
     )
     shapes = {leaf: x.shape for leaf, x in golden.init.items()}
-    key = json.dumps([shapes, *(golden.meta[name] for name in configuration)])
+    key = json.dumps([shapes, overrides, *(golden.meta[name] for name in configuration)])
     if key not in _STEPS:
-        tx = optimizer_of(golden)
-        # LLVM's optimizations take most of a compilation, longer than all steps together.
-        quickly = {"xla_backend_optimization_level": 0}
-        step = jax.jit(functools.partial(_step, tx), compiler_options=quickly)
+        tx = optimizer_of(golden, **overrides)
+        step = jax.jit(functools.partial(_step, tx), compiler_options=QUICKLY)
         _STEPS[key] = tx, step
     return _STEPS[key]
 
@@ -331,9 +378,9 @@ def _step(tx, grads, state, params):
     return optax.apply_updates(params, updates), state
 
 
-def follow(golden):
+def follow(golden, **overrides):
     """Runs a case with one jitted step; returns each leaf's parameters by step, and the state."""
-    tx, step = _optimizer_and_step(golden)
+    tx, step = _optimizer_and_step(golden, **overrides)
     params = _initial_params(golden)
     state = tx.init(params)
     history = []
@@ -370,14 +417,30 @@ def _update_scale(golden, leaf):
     return golden.hyperparameters["lr"] * factor
 
 
-def _tolerances(golden, item):
+def tolerances_of(golden, item):
     """Relative tolerance, and absolute tolerance in units of the largest entry."""
     if golden.is_float64:
         return {"rtol": 1e-10, "atol": 1e-10}
     return {"rtol": 1e-5, "atol": 1e-6 if item == "params" else 2e-6}
 
 
-class TrajectoryTest(parameterized.TestCase):
+def orthogonalized_by_one_norm(golden, stack):
+    """Orthogonalizes the matrices of a stack, all divided by the norm of the stack, as MARS-M."""
+    matrices = stack.reshape(-1, *stack.shape[-2:])
+    # An eps that lifts the norm of each matrix to that of the stack.
+    eps = jnp.linalg.norm(stack) - jnp.linalg.norm(matrices, axis=(1, 2)) + 1e-7
+    one = functools.partial(
+        mars_optax.orthogonalize,
+        steps=golden.hyperparameters["ns_steps"],
+        dtype=golden.ns_dtype,
+        precision="highest",
+    )
+    return jax.vmap(lambda m, e: one(m, eps=e))(matrices, eps).reshape(stack.shape)
+
+
+class RecordedTestCase(parameterized.TestCase):
+    """Assertions that compare a run with a recorded one."""
+
     def assert_params_follow(self, golden, leaf, history):
         rank = golden.init[leaf].ndim
         actual = goldens.oriented(np.asarray(history[leaf]), rank)
@@ -400,7 +463,7 @@ class TrajectoryTest(parameterized.TestCase):
             goldens.assert_close(
                 actual[t],
                 expected[t],
-                **_tolerances(golden, "params"),
+                **tolerances_of(golden, "params"),
                 what=f"{golden.name} {leaf} params after step {t + 1}",
             )
 
@@ -417,10 +480,12 @@ class TrajectoryTest(parameterized.TestCase):
         goldens.assert_close(
             actual,
             recorded,
-            **_tolerances(golden, field),
+            **tolerances_of(golden, field),
             what=f"{golden.name} {leaf} final {field}",
         )
 
+
+class TrajectoryTest(RecordedTestCase):
     def assert_follows(self, golden, history, state):
         compared = 0
         state = goldens.state_by_field(state)
@@ -437,14 +502,14 @@ class TrajectoryTest(parameterized.TestCase):
     @parameterized.parameters(*TRAJECTORIES)
     def test_recorded_trajectory_is_followed(self, name):
         golden = goldens.load(name)
-        with _precision(golden):
+        with precision_of(golden):
             history, state = follow(golden)
             self.assert_follows(golden, history, state)
 
     @parameterized.parameters(*SCANNED)
     def test_recorded_trajectory_is_followed_inside_scan(self, name):
         golden = goldens.load(name)
-        with _precision(golden):
+        with precision_of(golden):
             history, state = follow_in_scan(golden)
             self.assert_follows(golden, history, state)
 
@@ -453,7 +518,7 @@ class TrajectoryTest(parameterized.TestCase):
         """The public links express the reference's treatment of a stack: one norm for all of it."""
         golden = goldens.load(name)
         h = golden.hyperparameters
-        with _precision(golden):
+        with precision_of(golden):
             leaves = [leaf for leaf in golden.matrices if golden.init[leaf].ndim > 2]
             momentum = optax.chain(
                 mars_optax.correct_gradients(h["gamma"], h["momentum"]),
@@ -462,17 +527,7 @@ class TrajectoryTest(parameterized.TestCase):
             )
 
             def orthogonalized(x):
-                matrices = x.reshape(-1, *x.shape[-2:])
-                # An eps that lifts the norm of each matrix to that of the stack.
-                eps = jnp.linalg.norm(x) - jnp.linalg.norm(matrices, axis=(1, 2)) + 1e-7
-                one = functools.partial(
-                    mars_optax.orthogonalize,
-                    steps=h["ns_steps"],
-                    dtype=golden.ns_dtype,
-                    precision="highest",
-                )
-                unit = jax.vmap(lambda m, e: one(m, eps=e))(matrices, eps)
-                return 0.2 * np.sqrt(max(x.shape[:2])) * unit.reshape(x.shape)
+                return 0.2 * np.sqrt(max(x.shape[:2])) * orthogonalized_by_one_norm(golden, x)
 
             @jax.jit
             def step(grads, state, params, lr):
@@ -494,25 +549,19 @@ class TrajectoryTest(parameterized.TestCase):
                     goldens.assert_close(
                         ours[leaf],
                         golden.params[leaf][t],
-                        **_tolerances(golden, "params"),
+                        **tolerances_of(golden, "params"),
                         what=f"{name} {leaf} params after step {t + 1}",
                     )
                 goldens.assert_close(
                     state[-1].ema[leaf],
                     golden.state["mu"][leaf],
-                    **_tolerances(golden, "mu"),
+                    **tolerances_of(golden, "mu"),
                     what=f"{name} {leaf} final momentum",
                 )
 
     def test_gradients_of_our_own_close_the_loop(self):
         golden = goldens.load("approx_adamw__mlp")
-        tx = optimizer_of(golden)
-
-        def loss_fn(params, x, y):
-            hidden = jnp.tanh(x @ params["w1"] + params["b1"])
-            mixed = jnp.sum(jnp.tanh(jnp.einsum("ni,kij->knj", hidden, params["mix"])), axis=0)
-            predicted = params["gain"] * (mixed @ params["w2"]) + params["b2"]
-            return jnp.sum((predicted - y) ** 2) / (2 * len(x))
+        tx, loss_fn = optimizer_of(golden), goldens.loss_of(golden)
 
         @jax.jit
         def step(params, state, x, y):
@@ -550,8 +599,7 @@ class TrajectoryTest(parameterized.TestCase):
                 f"{pattern} excludes nothing",
             )
         compared = {case for case, leaf, item in items if _reason(case, leaf, item) is None}
-        newton_schulz = {"newton_schulz__mars", "newton_schulz__mars_m"}
-        self.assertEqual(compared | newton_schulz, set(goldens.names()))
+        self.assertEqual(compared | ELSEWHERE, set(goldens.names()))
         for leaves in (SCANNED, STACKED):
             self.assertLessEqual(set(leaves), compared)
 

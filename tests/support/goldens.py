@@ -8,9 +8,11 @@ import dataclasses
 import functools
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 DATA = pathlib.Path(__file__).resolve().parent.parent / "data"
@@ -36,6 +38,7 @@ class Golden:
     grads: dict[str, np.ndarray]  # (steps, *shape)
     params: dict[str, np.ndarray]  # (steps, *shape), after each step
     state: dict[str, dict[str, np.ndarray]]  # state[field][leaf], after the last step
+    prev_grads: dict[str, np.ndarray]  # closed loop: (steps, *shape)
     extra: dict[str, np.ndarray]  # closed loop: "data/x", "data/y", "loss"
 
     @property
@@ -108,8 +111,36 @@ def load(name: str) -> Golden:
         grads={leaf: arrays[f"grads/{leaf}"].astype(dtype) for leaf in leaves},
         params={leaf: arrays[f"params/{leaf}"] for leaf in leaves},
         state=state,
-        extra={key: arrays[key] for key in ("data/x", "data/y", "loss") if key in arrays},
+        prev_grads={
+            leaf: arrays[key] for leaf in leaves if (key := f"grads_prev/{leaf}") in arrays
+        },
+        extra={
+            key: arrays[key].astype(dtype) for key in ("data/x", "data/y", "loss") if key in arrays
+        },
     )
+
+
+def loss_of(golden: Golden) -> Callable[[Any, Any, Any], jax.Array]:
+    """The loss of a closed-loop case, as a function of parameters, inputs and targets.
+
+    Its weights multiply from the right: they are (in, out) already.
+    """
+
+    def predicted(params: Any, x: Any) -> jax.Array:
+        match golden.meta["problem"]["kind"]:
+            case "linreg":
+                return x @ params["w"] + params["b"]
+            case "mlp":
+                hidden = jnp.tanh(x @ params["w1"] + params["b1"])
+                mixed = jnp.sum(jnp.tanh(jnp.einsum("ni,kij->knj", hidden, params["mix"])), axis=0)
+                return params["gain"] * (mixed @ params["w2"]) + params["b2"]
+            case unknown:
+                raise ValueError(unknown)
+
+    def loss_fn(params: Any, x: Any, y: Any) -> jax.Array:
+        return jnp.sum((predicted(params, x) - y) ** 2) / (2 * len(x))
+
+    return loss_fn
 
 
 @functools.cache
