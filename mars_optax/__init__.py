@@ -9,6 +9,7 @@ from mars_optax._src.links import clip_by_leaf_norm as clip_by_leaf_norm
 from mars_optax._src.links import correct_gradients as correct_gradients
 from mars_optax._src.orthogonalize import orthogonalize as orthogonalize
 from mars_optax._src.partition import dimension_numbers_by_path as dimension_numbers_by_path
+from mars_optax._src.rounding import stochastic_apply_updates as stochastic_apply_updates
 from mars_optax._src.variants.adamw import ScaleByMarsState as ScaleByMarsState
 from mars_optax._src.variants.adamw import mars as mars
 from mars_optax._src.variants.adamw import scale_by_mars as scale_by_mars

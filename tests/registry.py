@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -93,7 +94,14 @@ class Entry:
 
     def corrects(self) -> bool:
         """Whether the state keeps a previous gradient."""
-        return self.accepts("correction") and self.kwargs.get("correction") != "none"
+        if "inner" in self.kwargs:
+            return True
+        kept = self.kwargs.get("keep_prev_grad", True)
+        return kept and self.accepts("correction") and "correction" not in self.kwargs
+
+    def evaluates(self) -> bool:
+        """Whether it evaluates gradients at the previous parameters."""
+        return hasattr(self.factory, "__wrapped__")
 
 
 def _lr_schedule(count: Any) -> Any:
@@ -102,6 +110,25 @@ def _lr_schedule(count: Any) -> Any:
 
 def _gamma_schedule(count: Any) -> Any:
     return 0.02 + 0.01 * count
+
+
+def _grad_fn(params: Any) -> Any:
+    return jax.tree.map(lambda p: 0.3 * p + 0.1, params)
+
+
+def _with_grad_fn(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A factory whose transformations evaluate `_grad_fn` where they need gradients."""
+
+    @functools.wraps(factory)
+    def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+        tx = factory(*args, **kwargs)
+
+        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+            return tx.update(updates, state, params, **{"grad_fn": _grad_fn, **extra})
+
+        return optax.GradientTransformationExtraArgs(tx.init, update)
+
+    return build
 
 
 def _entries() -> Iterator[Entry]:
@@ -134,9 +161,17 @@ def _entries() -> Iterator[Entry]:
     yield enrol(mars, "optimizer", "mixed", "schedules", **schedules)
     yield enrol(mars, "optimizer", "stacked", "specs", weight_dimension_numbers=_STACKED_SPECS)
 
+    exact_mars, storm_adamw = _with_grad_fn(mars), _with_grad_fn(mars_optax.storm_adamw)
+    yield enrol(exact_mars, "optimizer", "mixed", "exact", correction="exact")
+    yield enrol(mars, "optimizer", "mixed", "float8", prev_grad_dtype="float8_e4m3fn")
+    yield enrol(storm_adamw, "optimizer", "mixed")
+
     yield enrol(lion, "optimizer", "mixed")
     yield enrol(lion, "optimizer", "mixed", "optimize_1d", optimize_1d=True)
     yield enrol(lion, "optimizer", "mixed", "bf16", **bfloat16_state)
+    yield enrol(
+        lion, "optimizer", "mixed", "without_prev_grad", keep_prev_grad=False, max_norm=None
+    )
 
     yield enrol(shampoo, "optimizer", "mixed")
     yield enrol(shampoo, "optimizer", "mixed", "optimize_1d", optimize_1d=True, amsgrad=True)
@@ -181,6 +216,14 @@ def _entries() -> Iterator[Entry]:
         first_step="no_correction",
     )
 
+    inner = scale_by_mars()
+    yield enrol(mars_optax.cautious, "direction", "mixed", inner=inner)
+    inner = mars_optax.correct_gradients()
+    yield enrol(mars_optax.ignore_absent_gradients, "link", "mixed", inner=inner)
+
+    correct = _with_grad_fn(mars_optax.correct_gradients)
+    yield enrol(correct, "link", "mixed", "exact", correction="exact")
+    yield enrol(correct, "link", "mixed", "storm", correction="storm")
     yield enrol(mars_optax.correct_gradients, "link", "mixed")
     yield enrol(mars_optax.correct_gradients, "link", "mixed", "clip", correction_clip=0.5)
     yield enrol(mars_optax.clip_by_leaf_norm, "link", "mixed")

@@ -1,25 +1,45 @@
-"""The README's Python runs, in the order in which it stands there."""
+"""The Python of the README and of the documentation runs, in the order in which it stands there."""
 
 import pathlib
 import re
 
-README = pathlib.Path(__file__).parent.parent / "README.md"
+from absl.testing import absltest, parameterized
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_PAGES = [
+    _ROOT / "README.md",
+    *sorted((_ROOT / "docs").glob("*.md")),
+    *(_ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")),
+    _ROOT / "benchmarks" / "README.md",
+    _ROOT / "mars_optax" / "_src" / "README.md",
+    _ROOT / "tests" / "data" / "README.md",
+]
 
 
-def test_python_blocks_of_the_readme_run_one_after_another(capsys):
-    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 6
-    namespace = {}
+def _run_blocks(page: pathlib.Path) -> tuple[int, dict]:
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    namespace: dict = {}
     for block in blocks:
-        exec(compile(block, str(README), "exec"), namespace)
-    # The two tables that `describe` prints on the way.
-    assert "total: 1 matrix, 1 vector, 0 frozen" in capsys.readouterr().out
-    assert namespace["train_state"].step == 1
-    assert float(namespace["loss"](namespace["params"], namespace["x"], namespace["y"])) < 0.5
+        exec(compile(block, str(page), "exec"), namespace)
+    return len(blocks), namespace
 
 
-def test_links_of_the_readme_lead_to_files():
-    targets = re.findall(r"\]\((?!https?://)([^)#]+)\)", README.read_text())
-    assert targets
-    for target in targets:
-        assert (README.parent / target).exists(), target
+class ReadmeTest(parameterized.TestCase):
+    def test_the_readme_runs_and_trains(self):
+        blocks, names = _run_blocks(_ROOT / "README.md")
+        self.assertGreaterEqual(blocks, 7)
+        self.assertEqual(names["train_state"].step, 1)
+        self.assertLess(float(names["loss"](names["params"], names["x"], names["y"])), 0.5)
+
+    @parameterized.parameters(*(page.name for page in (_ROOT / "docs").glob("*.md")))
+    def test_a_page_of_the_documentation_runs(self, name: str):
+        _run_blocks(_ROOT / "docs" / name)
+
+    @parameterized.parameters(*_PAGES)
+    def test_links_lead_to_files(self, page: pathlib.Path):
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            self.assertTrue((page.parent / target).exists(), f"{page.name}: {target}")
+
+
+if __name__ == "__main__":
+    absltest.main()

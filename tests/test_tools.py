@@ -197,7 +197,9 @@ class DimensionNumbersByPathTest(parameterized.TestCase):
         specs = mars_optax.dimension_numbers_by_path(
             [
                 ("embed|lm_head", None),
-                (r"blocks/.*/kernel", MuonDimensionNumbers(1, 2)),
+                (r"attn/kernel", MuonDimensionNumbers(1, 2)),
+                # Matches all of the above, too, and comes too late for them.
+                (r"kernel|lm_head", MuonDimensionNumbers(0, 2)),
                 (r"blocks/.*/(bias|scale)", None),
             ]
         )

@@ -347,13 +347,55 @@ class ToolsTest(parameterized.TestCase):
         self.assertRegex(str(caught.exception), re.compile(pattern))
 
 
-class NotYetTest(parameterized.TestCase):
-    """What a later version brings refuses to run rather than do something else."""
+class ExactModeTest(parameterized.TestCase):
+    """What exact mode, STORM and the form without a buffer cannot do without."""
 
-    @parameterized.parameters(*_OPTIMIZERS, *_DIRECTIONS)
-    def test_an_implementation_that_is_not_there_is_refused(self, name: str):
-        with self.assertRaisesRegex(NotImplementedError, "`implementation`.*'xla'"):
-            registry.get(name).make(implementation="pallas")
+    @parameterized.product(
+        case=[
+            *((name, "exact") for name in (*_OPTIMIZERS, *_DIRECTIONS, "correct_gradients")),
+            ("correct_gradients", "storm"),
+        ],
+        missing=["grad_fn", "params"],
+    )
+    def test_it_says_what_is_missing(self, case, missing: str):
+        name, correction = case
+        entry = registry.get(name)
+        decay = {name: 0.0 for name in ("weight_decay", "weight_decay_1d") if entry.accepts(name)}
+        tx = entry.make(correction=correction, **decay)
+        params, grads = entry.params(), entry.grads()
+        state = tx.init(params)
+        with self.assertRaises(ValueError) as caught:
+            if missing == "grad_fn":
+                tx.update(grads, state, params)
+            else:
+                tx.update(grads, state, grad_fn=lambda p: p)
+        self.assertIn(f"`{missing}`", str(caught.exception))
+        self.assertIn("grad_fn=", str(caught.exception))
+
+    @parameterized.parameters("mars", "scale_by_mars_m", "correct_gradients")
+    def test_gradients_of_another_structure_or_shape_are_refused(self, name: str):
+        entry = registry.get(name)
+        tx, params, grads = entry.make(correction="exact"), entry.params(), entry.grads()
+        state = tx.init(params)
+        for grad_fn in (
+            lambda p: {"another": jnp.ones((2, 2))},
+            lambda p: jax.tree.map(lambda x: jnp.ones((1,) * x.ndim), p),
+        ):
+            with self.assertRaises((ValueError, TypeError)) as caught:
+                jax.eval_shape(lambda s, f=grad_fn: tx.update(grads, s, params, grad_fn=f), state)
+            self.assertIn("grad_fn", str(caught.exception))
+
+    @parameterized.named_parameters(
+        ("clip", "mars_lion", {}, "max_norm"),
+        ("second_moment", "mars", {"max_norm": None}, "second_moment"),
+        ("exact", "mars_m", {"max_norm": None, "correction": "exact"}, "correction"),
+    )
+    def test_doing_without_the_previous_gradient_names_what_conflicts(self, name, kwargs, says):
+        entry = registry.get(name)
+        with self.assertRaises(ValueError) as caught:
+            entry.make(keep_prev_grad=False, **kwargs).init(entry.params())
+        self.assertIn("keep_prev_grad", str(caught.exception))
+        self.assertIn(says, str(caught.exception))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("assembly", "describe", "links", "orthogonalize", "states", "transformation"),
     (
         "diagnose",
+        "rounding",
         "wrappers",
         "variants.adamw",
         "variants.lion",
