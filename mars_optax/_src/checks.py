@@ -117,14 +117,15 @@ def float_dtype(name: str, value: Any) -> jnp.dtype | None:
     return dtype
 
 
-def wide_enough(name: str, value: Any) -> None:
-    """A dtype for a quantity that is fed back: 8 bits would let its error grow."""
+def recursive_dtype(name: str, value: Any) -> jnp.dtype | None:
+    """The dtype of a quantity that is fed back: in 8 bits its error would grow."""
     dtype = float_dtype(name, value)
     if dtype is not None and dtype.itemsize == 1:
         raise ValueError(
             f"`{name}`: expected at least 16 bits for a recursive estimate, got {dtype}. Pass "
             "'bfloat16', or None for the parameters' dtype."
         )
+    return dtype
 
 
 def xla_only(implementation: Any) -> None:
@@ -239,12 +240,13 @@ def is_tree_function(value: Any) -> TypeGuard[Callable[[Any], Any]]:
     return callable(value) and jax.tree_util.treedef_is_leaf(jax.tree.structure(value))
 
 
-def coefficients(value: Any, steps: Any, presets: dict[str, Any]) -> Any:
+def coefficients(value: Any, steps: Any, presets: dict[str, Any], prefix: str = "ns_") -> Any:
     """The Newton-Schulz coefficients as a table with a triple (a, b, c) in each row."""
+    name = f"`{prefix}coeffs`"
     if isinstance(value, str):
         if value not in presets:
             raise ValueError(
-                f"`ns_coeffs`: expected one of the presets {', '.join(map(repr, presets))}, got "
+                f"{name}: expected one of the presets {', '.join(map(repr, presets))}, got "
                 f"{value!r}. Pass one of these, one triple (a, b, c), or one triple per step."
             )
         return presets[value]
@@ -254,13 +256,13 @@ def coefficients(value: Any, steps: Any, presets: dict[str, Any]) -> Any:
     wants = "one triple (a, b, c), or one triple per step"
     if len(shape) != 2 or shape[1] != 3 or shape[0] == 0:
         raise ValueError(
-            f"`ns_coeffs`: expected {wants}, that is shape (3,) or (n, 3), got shape {shape} from "
+            f"{name}: expected {wants}, that is shape (3,) or (n, 3), got shape {shape} from "
             f"{value!r}. Pass a preset's name, {wants}."
         )
     if _is_number(steps) and steps != shape[0]:
         raise ValueError(
-            f"`ns_coeffs`: expected one triple for each of `ns_steps`={steps} steps, got "
-            f"{shape[0]}. Set `ns_steps={shape[0]}`, or pass {steps} triples."
+            f"{name}: expected one triple for each of `{prefix}steps`={steps} steps, got "
+            f"{shape[0]}. Set `{prefix}steps={shape[0]}`, or pass {steps} triples."
         )
     return value
 

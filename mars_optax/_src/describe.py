@@ -14,7 +14,16 @@ from mars_optax._src import checks, partition
 
 
 class LeafDescription(NamedTuple):
-    """What an optimizer does with one parameter."""
+    """What an optimizer does with one parameter.
+
+    Attributes:
+      path: Its keys, joined by "/".
+      shape: Its shape.
+      dtype: Its dtype's name.
+      rule: "matrix", "vector", or "frozen" where no transformation of this package sees it.
+      axes: The reduction and output axes of a matrix; None for others.
+      state_bytes: Bytes of the state's arrays that belong to it alone.
+    """
 
     path: str
     shape: tuple[int, ...]

@@ -101,7 +101,7 @@ def correct_gradients(
     checks.max_norm(correction_clip, name="correction_clip")
     is_storm = correction == "storm"
     if is_storm:
-        checks.wide_enough("prev_grad_dtype", prev_grad_dtype)
+        checks.recursive_dtype("prev_grad_dtype", prev_grad_dtype)
     source = previous.PreviousGradient(
         gamma,
         b1,
@@ -177,7 +177,8 @@ def clip_by_leaf_norm(
       \tilde c = c \min(1, \mathrm{max\_norm} / \lVert c \rVert_2)
 
     Unlike :func:`optax.clip_by_global_norm` no leaf influences another: neither a frozen one nor
-    one that is not finite. A leaf whose norm overflows becomes 0; a NaN stays where it is. It has
+    one that is not finite. The finite entries of a leaf whose norm overflows become 0; a NaN
+    stays where it is. It has
     no state: the first step is like any other. Norms are taken in at least float32.
 
     Args:
@@ -189,7 +190,7 @@ def clip_by_leaf_norm(
       A transformation without state.
 
     Raises:
-      TypeError: If `max_norm` is no number.
+      TypeError: If `max_norm` is no number or, at ``init``, a parameter is not inexact.
       ValueError: If `max_norm` is out of its range or, at ``init``, axes do not fit a leaf.
 
     Examples:

@@ -22,6 +22,7 @@ class Orthogonalization:
       precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
       eps: Added to the Frobenius norm.
       fn: The user's function in its place, or None.
+      prefix: What the options' names begin with where the user gave them, for errors.
     """
 
     steps: Any = 5
@@ -30,16 +31,19 @@ class Orthogonalization:
     precision: types.Precision = None
     eps: Any = 1e-7
     fn: types.NewtonSchulzFn | None = None
+    prefix: str = "ns_"
 
     def __post_init__(self) -> None:
-        checks.steps("ns_steps", self.steps)
+        checks.steps(f"{self.prefix}steps", self.steps)
         checks.non_negative("eps", self.eps)
         checks.optional_callable("newton_schulz_fn", self.fn)
-        table = checks.coefficients(self.coeffs, self.steps, newton_schulz.PRESETS)
+        table = checks.coefficients(self.coeffs, self.steps, newton_schulz.PRESETS, self.prefix)
         object.__setattr__(self, "coeffs", table)
         if self.dtype is None:
-            raise TypeError("`ns_dtype`: expected a dtype, got None. Pass for example 'bfloat16'.")
-        object.__setattr__(self, "dtype", checks.float_dtype("ns_dtype", self.dtype))
+            raise TypeError(
+                f"`{self.prefix}dtype`: expected a dtype, got None. Pass for example 'bfloat16'."
+            )
+        object.__setattr__(self, "dtype", checks.float_dtype(f"{self.prefix}dtype", self.dtype))
 
     def __call__(self, x: jax.Array, axes: partition.Axes) -> jax.Array:
         """Orthogonalizes each matrix of a leaf."""
@@ -143,7 +147,8 @@ def orthogonalize(
 
     Raises:
       TypeError: If an argument is of the wrong kind.
-      ValueError: If `x` has not rank 2 and no axes are given, or if they do not fit.
+      ValueError: If an argument is out of its range, if `x` has not rank 2 and no axes are given,
+        or if they do not fit.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -159,7 +164,7 @@ def orthogonalize(
       Polar Express <https://arxiv.org/abs/2505.16932>`_, 2025. Reference code:
       ``zeropower_via_newtonschulz5`` of https://github.com/AGI-Arena/MARS.
     """
-    options = Orthogonalization(steps, coeffs, dtype, precision, eps)
+    options = Orthogonalization(steps, coeffs, dtype, precision, eps, prefix="")
     x = jnp.asarray(x)
     if weight_dimension_numbers is None and x.ndim != 2:
         raise ValueError(

@@ -14,7 +14,9 @@ def _round_stochastically(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array
     """`x` in `dtype`: one of its two neighbours there, with odds that keep the mean."""
     nearest = x.astype(dtype)
     rest = x - nearest.astype(x.dtype)
-    towards = jnp.asarray(jnp.where(rest < 0, -jnp.inf, jnp.inf), dtype)
+    # Not infinity: some 8-bit floats have none.
+    largest = jnp.finfo(dtype).max  # type: ignore[no-untyped-call]
+    towards = jnp.where(rest < 0, -largest, largest).astype(dtype)
     other = jnp.nextafter(nearest, towards)
     step = jnp.abs(other.astype(x.dtype) - nearest.astype(x.dtype))
     odds = jax.random.uniform(key, x.shape, x.dtype)
@@ -35,9 +37,9 @@ def stochastic_apply_updates(
 
       E[\mathrm{round}(x)] = x,
 
-    so that small updates add up. Leaves whose dtype holds the sum (float32 and wider, and complex
-    ones) are updated as by :func:`optax.apply_updates`, exactly. It is for parameters that are kept
-    in low precision, without a copy in float32. The moments need it less: with b1 = 0.95 their
+    so that small updates add up. Where the sum has the parameter's dtype, as for float32
+    parameters and updates, and for complex ones, it is that of :func:`optax.apply_updates`. It is
+    for parameters that are kept in low precision, without a copy in float32. The moments need it less: with b1 = 0.95 their
     averages move by 5 %, and second moments are in float32 unless told otherwise.
 
     Args:

@@ -95,12 +95,18 @@ def ignore_absent_gradients(
     :math:`c_t = 0` instead, and keeps :math:`g_{t-1}`; its momentum decays as AdamW's does. Steps
     of the optimizer go on being counted, the first one as any other.
 
+    It looks at whole leaves: of a stack of experts in one leaf, all have to be absent.
+
     Args:
-      inner: An optimizer or a transformation of this package in approximate mode, also inside
-        Optax's wrappers.
+      inner: An optimizer or a transformation of this package that keeps a previous gradient, also
+        inside Optax's wrappers.
 
     Returns:
       A transformation with the state of `inner`.
+
+    Raises:
+      ValueError: At ``init``, if no leaf keeps a previous gradient (exact mode,
+        ``keep_prev_grad=False``, no correction).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -114,6 +120,16 @@ def ignore_absent_gradients(
       [1.9 3.8] [-0.9 -1.8] [1.9 3.8] [1.9 3.8] [0. 0.] [1. 2.]
     """
     inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        state = inner.init(params)
+        if not states.with_previous_gradient(state):
+            raise ValueError(
+                "`inner`: expected a transformation that keeps a previous gradient, got one that "
+                "keeps none. Pass one with `correction='approx'` and `keep_prev_grad=True`, or use "
+                "it without this wrapper."
+            )
+        return state
 
     def update_fn(
         updates: optax.Updates,
@@ -155,4 +171,4 @@ def ignore_absent_gradients(
         )
         return updates, new_state
 
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

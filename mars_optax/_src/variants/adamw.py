@@ -119,8 +119,8 @@ def scale_by_mars(
         rounding: an unclipped correction is linear, so that
         :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with
         :math:`n_t = m_t - \gamma_{t+1} g_t`, which `mu` then holds. Requires ``max_norm=None``,
-        ``correction="approx"``, ``second_moment="gradient"`` and a gamma that is constant or a
-        schedule (not one that is injected and changed by hand).
+        ``correction="approx"``, ``prev_grad_dtype=None``, ``second_moment="gradient"`` and a gamma
+        that is constant or a schedule (not one that is injected and changed by hand).
       weight_dimension_numbers: Axes of the matrices, which set the slices of the clip: a
         :class:`optax.contrib.MuonDimensionNumbers`, a tree of them with None for vectors, or a
         callable ``params -> tree``. None: each leaf is clipped as a whole.
@@ -163,9 +163,9 @@ def scale_by_mars(
     checks.choice("second_moment", second_moment, ("corrected", "gradient"))
     if second_moment != "gradient":
         checks.keeps_prev_grad(keep_prev_grad, f"`second_moment`={second_moment!r}", "'gradient'")
-    first = functools.partial(previous.zeros, dtype=checks.float_dtype("mu_dtype", mu_dtype))
+    first = functools.partial(previous.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
     second = functools.partial(
-        previous.zeros, dtype=checks.float_dtype("nu_dtype", nu_dtype), averages_squares=True
+        previous.zeros, dtype=checks.recursive_dtype("nu_dtype", nu_dtype), averages_squares=True
     )
 
     def scalars(count: jax.Array) -> dict[str, Any]:
@@ -261,7 +261,8 @@ def mars(
 
     with the direction :math:`u_t` of :func:`scale_by_mars`, whose docstring has the equations, and
     all other leaves by AdamW with the values `*_1d`. With ``correction="none", max_norm=None,
-    optimize_1d=True`` it is :func:`optax.adamw`. What happens at the first step is told there, too.
+    optimize_1d=True`` and the same rates and decay it is :func:`optax.adamw`, but for the dtypes of
+    state and arithmetic in low precision. What happens at the first step is told there, too.
 
     Differences from the reference code: leaves of rank >= 3 are matrices, clipped as a whole, where
     there they go to AdamW (``weight_dimension_numbers=dimension_numbers_by_path([])`` restores
@@ -283,7 +284,8 @@ def mars(
         :func:`scale_by_mars`.
       first_step: ``"zeros"`` or ``"no_correction"``.
       optimize_1d: Whether the other leaves, too, get the variance-reduced rule, with the main
-        values.
+        values. The values
+        `*_1d` are not used then.
       learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
         `learning_rate`. The paper's GPT-2 runs use half of it.
       b1_1d: Decay rate of their first moment, in [0, 1).
@@ -305,12 +307,14 @@ def mars(
 
     Returns:
       An optimizer. Updates have the dtypes of the parameters; decay and learning rate are applied
-      in at least float32. Without parameters, `update` works only if nothing decays.
+      in at least float32. Without parameters, `update` works only if `weight_decay` and,
+      without `optimize_1d`, `weight_decay_1d` are the number 0.
 
     Raises:
       TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
       ValueError: If an argument is out of its range; at ``init``, if axes do not fit a leaf; at
-        ``update``, if ``params`` is None though parameters decay.
+        ``update``, if ``params`` is None though one of the decays is not 0; and as
+        :func:`scale_by_mars`.
       NotImplementedError: If `implementation` is ``"pallas"``.
 
     Examples:

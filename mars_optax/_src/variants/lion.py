@@ -76,8 +76,8 @@ def scale_by_mars_lion(
         rounding: an unclipped correction is linear, so that
         :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with
         :math:`n_t = m_t - \gamma_{t+1} g_t`, which `mu` then holds. Requires ``max_norm=None``,
-        ``correction="approx"`` and a gamma that is constant or a schedule (not one
-        that is injected and changed by hand).
+        ``correction="approx"``, ``prev_grad_dtype=None`` and a gamma that is
+        constant or a schedule (not one that is injected and changed by hand).
       weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars`.
       implementation: None or ``"xla"``. (``"pallas"`` is reserved and raises.)
 
@@ -103,7 +103,7 @@ def scale_by_mars_lion(
       Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 3. Reference code:
       ``MARS/optimizers/mars.py``, ``mars_type="mars-lion"``, of https://github.com/AGI-Arena/MARS.
     """
-    first = functools.partial(previous.zeros, dtype=checks.float_dtype("mu_dtype", mu_dtype))
+    first = functools.partial(previous.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
     return transformation.variance_reduced(
         "scale_by_mars_lion",
         ScaleByMarsLionState,
@@ -170,6 +170,7 @@ def mars_lion(
         :func:`scale_by_mars_lion`.
       first_step: ``"zeros"`` or ``"no_correction"``.
       optimize_1d: Whether the other leaves, too, get the rule of MARS-Lion, with the main values.
+        The values `*_1d` are not used then.
       learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
         `learning_rate`. AdamW wants a larger one than a sign does.
       b1_1d: Decay rate of their first moment, in [0, 1).

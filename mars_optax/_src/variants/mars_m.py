@@ -88,8 +88,8 @@ def scale_by_mars_m(
         rounding: an unclipped correction is linear, so that
         :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with
         :math:`n_t = m_t - \gamma_{t+1} g_t`, which `mu` then holds. Requires ``max_norm=None``,
-        ``correction="approx"`` and a gamma that is constant or a schedule (not one
-        that is injected and changed by hand).
+        ``correction="approx"``, ``prev_grad_dtype=None`` and a gamma that is
+        constant or a schedule (not one that is injected and changed by hand).
       weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars_shampoo`. None:
         every leaf is a matrix (in, out) of rank 2.
       implementation: None or ``"xla"``. (``"pallas"`` is reserved and raises.)
@@ -129,7 +129,7 @@ def scale_by_mars_m(
     iteration = orthogonalize.Orthogonalization(
         ns_steps, ns_coeffs, ns_dtype, ns_precision, fn=newton_schulz_fn
     )
-    first = functools.partial(previous.zeros, dtype=checks.float_dtype("mu_dtype", mu_dtype))
+    first = functools.partial(previous.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
     return transformation.variance_reduced(
         "scale_by_mars_m",
         ScaleByMarsMState,

@@ -89,8 +89,8 @@ def scale_by_mars_shampoo(
         rounding: an unclipped correction is linear, so that
         :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with
         :math:`n_t = m_t - \gamma_{t+1} g_t`, which `mu` then holds. Requires ``max_norm=None``,
-        ``correction="approx"`` and a gamma that is constant or a schedule (not one
-        that is injected and changed by hand).
+        ``correction="approx"``, ``prev_grad_dtype=None`` and a gamma that is
+        constant or a schedule (not one that is injected and changed by hand).
       weight_dimension_numbers: Axes of the matrices: a
         :class:`optax.contrib.MuonDimensionNumbers`, a tree of them, or a callable
         ``params -> tree``. None: every leaf is a matrix (in, out) of rank 2.
@@ -133,7 +133,7 @@ def scale_by_mars_shampoo(
         ns_steps, ns_coeffs, ns_dtype, ns_precision, eps, newton_schulz_fn
     )
     checks.decay_rate("b1", b1)
-    first = functools.partial(previous.zeros, dtype=checks.float_dtype("mu_dtype", mu_dtype))
+    first = functools.partial(previous.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
     return transformation.variance_reduced(
         "scale_by_mars_shampoo",
         ScaleByMarsShampooState,

@@ -111,7 +111,7 @@ def storm_adamw(
       :math:`\gamma` for its :math:`a`.
     """
     checks.flag("nesterov", nesterov)
-    first = functools.partial(previous.zeros, dtype=checks.float_dtype("mu_dtype", mu_dtype))
+    first = functools.partial(previous.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
     adam = adamw.scale_by_mars(
         b1,
         b2,
