@@ -39,8 +39,9 @@ def stochastic_apply_updates(
 
     so that small updates add up. Where the sum has the parameter's dtype, as for float32
     parameters and updates, and for complex ones, it is that of :func:`optax.apply_updates`. It is
-    for parameters that are kept in low precision, without a copy in float32. The moments need it less: with b1 = 0.95 their
-    averages move by 5 %, and second moments are in float32 unless told otherwise.
+    for parameters that are kept in low precision, without a copy in float32. The moments need it
+    less: with b1 = 0.95 their averages move by 5 %, and second moments are in float32 unless told
+    otherwise.
 
     Args:
       params: Parameters.
