@@ -48,7 +48,7 @@ class Orthogonalization:
         if is_explicit:
             # Products of explicitly sharded matrices want to be told the sharding of every result:
             # gather each matrix once, not in every iteration.
-            x = _reshard(x, _whole_matrices(sharding.spec, axes))
+            x = _reshard(x, sharding.mesh, _whole_matrices(sharding.spec, axes))
         stack = axes.to_stack(x)
         if self.fn is not None:
             result = self.fn(stack)
@@ -63,11 +63,12 @@ class Orthogonalization:
                 matmul_precision=self.precision,
             )
         result = axes.from_stack(result, x.shape)
-        return _reshard(result, sharding.spec) if is_explicit else result
+        return _reshard(result, sharding.mesh, sharding.spec) if is_explicit else result
 
 
-def _reshard(x: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:
-    result: jax.Array = jax.sharding.reshard(x, spec)  # type: ignore[no-untyped-call]
+def _reshard(x: jax.Array, mesh: Any, spec: jax.sharding.PartitionSpec) -> jax.Array:
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    result: jax.Array = jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -47,7 +47,7 @@ class PreviousGradient:
         has_scale = self.mode == "approx" and quantization.is_scaled(self.dtype)
         return {
             "prev_grad": prev_grad,
-            "prev_grad_scale": scales(params) if has_scale else None,
+            "prev_grad_scale": scales(params, self.dtype) if has_scale else None,
             "prev_params": copies(params) if self.mode == "exact" else None,
         }
 
@@ -108,11 +108,14 @@ def stored_gradients(state: Any) -> Any:
     return jax.tree.map(quantization.dequantize, state.prev_grad, state.prev_grad_scale)
 
 
-def scales(params: optax.Params) -> Any:
+def scales(params: optax.Params, dtype: Any) -> Any:
     """The scales of 8-bit buffers of zeros."""
-    return jax.tree.map(
-        lambda p: jnp.ones(quantization.scale_shape(jnp.shape(p)), jnp.float32), params
-    )
+
+    def on_leaf(p: Any) -> jax.Array:
+        # Made as in every later step, they lie on a mesh as those do.
+        return quantization.quantize(jnp.zeros_like(p), precision.storage_dtype(p, dtype))[1]
+
+    return jax.tree.map(on_leaf, params)
 
 
 def zeros(params: optax.Params, dtype: Any = None, *, averages_squares: bool = False) -> Any:

@@ -18,6 +18,7 @@ from tests.support import trees
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _PAIRS = tuple(itertools.product(_DTYPES, _DTYPES))
+_SOME_PAIRS = (("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float64"))
 
 
 def _types_on(*dtypes: str) -> Any:
@@ -38,7 +39,7 @@ class StateTypesTest(parameterized.TestCase):
     @parameterized.named_parameters(*registry.select())
     def test_types_are_a_fixed_point_of_update_for_all_dtypes(self, entry: registry.Entry):
         tx = entry.make()
-        for params_dtype, grads_dtype in _PAIRS:
+        for params_dtype, grads_dtype in _PAIRS if entry.core else _SOME_PAIRS:
             name = f"{params_dtype} parameters, {grads_dtype} gradients"
             with self.subTest(name), _types_on(params_dtype, grads_dtype):
                 params, grads = entry.params(params_dtype), entry.grads(0, grads_dtype)

@@ -54,8 +54,11 @@ def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) 
         return compute_dtype(x) if dtype is None else available(dtype)
     if dtype is None:
         return jnp.dtype(own)
-    is_complex = jnp.issubdtype(own, jnp.complexfloating)
-    return available(jnp.promote_types(dtype, jnp.complex64) if is_complex else dtype)
+    if jnp.issubdtype(own, jnp.complexfloating):
+        # No complex number is narrower than complex64, and 8-bit floats are promoted to nothing.
+        real = dtype if jnp.dtype(dtype).itemsize > 1 else jnp.float32
+        dtype = jnp.promote_types(real, jnp.complex64)
+    return available(dtype)
 
 
 def available(dtype: Any) -> jnp.dtype:

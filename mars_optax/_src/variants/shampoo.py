@@ -263,6 +263,9 @@ def mars_shampoo(
     """
     checks.flag("optimize_1d", optimize_1d)
     checks.decay_rate("b2", b2)
+    if optimize_1d:
+        # The vectors' rule averages the squares of corrected gradients.
+        checks.keeps_prev_grad(keep_prev_grad, "`optimize_1d`=True", "False")
     shared = {
         "max_norm": max_norm,
         "first_step": first_step,
