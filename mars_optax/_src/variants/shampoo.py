@@ -85,12 +85,8 @@ def scale_by_mars_shampoo(
       mu_dtype: Storage dtype of :math:`m`; None for each parameter's own.
       prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own. An 8-bit
         float is stored with a float32 scale for each row along the last axis.
-      keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. Without, it is the same trajectory to
-        rounding: an unclipped correction is linear, so that
-        :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with
-        :math:`n_t = m_t - \gamma_{t+1} g_t`, which `mu` then holds. Requires ``max_norm=None``,
-        ``correction="approx"``, ``prev_grad_dtype=None`` and a gamma that is
-        constant or a schedule (not one that is injected and changed by hand).
+      keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. False takes the same steps without,
+        and excludes the clip, exact mode and `prev_grad_dtype`: see :func:`scale_by_mars`.
       weight_dimension_numbers: Axes of the matrices: a
         :class:`optax.contrib.MuonDimensionNumbers`, a tree of them, or a callable
         ``params -> tree``. None: every leaf is a matrix (in, out) of rank 2.
