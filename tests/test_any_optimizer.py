@@ -1,0 +1,122 @@
+"""The links in front of optimizers of Optax: MARS for whatever comes next."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+
+import mars_optax
+from tests.support import trees
+
+SHAPES = {"kernel": (4, 6), "square": (3, 3), "bias": (6,), "scale": ()}
+# Each with b1 = 0.9 where it has such a rate.
+OPTIMIZERS = {
+    "adafactor": functools.partial(optax.adafactor, 0.1, min_dim_size_to_factor=2, momentum=0.9),
+    "ademamix": functools.partial(optax.contrib.ademamix, 0.1),
+    "lamb": functools.partial(optax.lamb, 0.1),
+    "lion": functools.partial(optax.lion, 0.1),
+    "muon": functools.partial(optax.contrib.muon, 0.1),
+    "nadamw": functools.partial(optax.nadamw, 0.1),
+    "schedule_free": functools.partial(optax.contrib.schedule_free_adamw, 0.1),
+    "sgd": functools.partial(optax.sgd, 0.1, momentum=0.9, nesterov=True),
+}
+
+
+def _tree(seed):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=shape), "float32") for name, shape in SHAPES.items()}
+
+
+def _behind_links(optimizer, gamma=0.2, max_norm=1.0, **kwargs):
+    return optax.chain(
+        mars_optax.correct_gradients(gamma, 0.9, **kwargs),
+        mars_optax.clip_by_leaf_norm(max_norm),
+        optimizer,
+    )
+
+
+def _quadratic(params, target):
+    return jax.tree.map(lambda p, t: p - t, params, target)
+
+
+def _run(tx, steps=3, grad=_quadratic):
+    """Jitted steps towards targets that change: the parameters and the state."""
+    params = _tree(0)
+
+    @jax.jit
+    def step(params, state, target):
+        grads = grad(params, target)
+        updates, state = tx.update(
+            grads, state, params, grad_fn=functools.partial(grad, target=target)
+        )
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for t in range(steps):
+        params, state = step(params, state, _tree(t + 1))
+    return params, state
+
+
+class AnyOptimizerTest(parameterized.TestCase):
+    @parameterized.parameters(*OPTIMIZERS)
+    def test_corrected_steps_are_finite_and_differ(self, name):
+        plain, _ = _run(_behind_links(OPTIMIZERS[name](), gamma=0.0, max_norm=None))
+        corrected, state = _run(_behind_links(OPTIMIZERS[name]()))
+        self.assertTrue(trees.all_finite((corrected, state)))
+        self.assertGreater(float(jnp.max(jnp.abs(corrected["kernel"] - plain["kernel"]))), 1e-4)
+        self.assertEqual(int(state[0].count), 3)
+
+    @parameterized.parameters(*OPTIMIZERS)
+    def test_without_correction_and_clip_it_is_the_plain_optimizer(self, name):
+        optimizer = OPTIMIZERS[name]()
+        actual, state = _run(_behind_links(optimizer, gamma=0.0, max_norm=None))
+        expected, expected_state = _run(optax.with_extra_args_support(optimizer))
+        # The compiler contracts products and sums where it likes; Muon's bfloat16 amplifies it.
+        tolerance = 2e-2 if name == "muon" else 1e-6
+        trees.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        trees.assert_same_types(state[2], expected_state)
+
+    @parameterized.parameters("exact", "storm")
+    def test_gradients_at_the_previous_parameters_serve_any_optimizer(self, correction):
+        tx = _behind_links(optax.contrib.muon(0.1), correction=correction)
+        params, state = _run(tx)
+        self.assertTrue(trees.all_finite((params, state)))
+        self.assertIsNotNone(state[0].prev_params)
+
+    def test_the_links_serve_an_optimizer_that_needs_more_arguments(self):
+        """Sophia estimates the Hessian from the loss, which is handed on."""
+
+        def loss(params):
+            return sum(jnp.sum((p - 1) ** 2) for p in jax.tree.leaves(params))
+
+        def fit(tx):
+            @jax.jit
+            def step(params, state):
+                updates, state = tx.update(jax.grad(loss)(params), state, params, obj_fn=loss)
+                return optax.apply_updates(params, updates), state
+
+            params = _tree(0)
+            state = tx.init(params)
+            for _ in range(3):
+                params, state = step(params, state)
+            return params
+
+        sophia = optax.contrib.sophia(0.1)
+        corrected, plain = fit(_behind_links(sophia)), fit(sophia)
+        self.assertTrue(trees.all_finite(corrected))
+        trees.assert_close(
+            fit(_behind_links(sophia, gamma=0.0, max_norm=None)), plain, rtol=1e-6, atol=1e-6
+        )
+
+    def test_the_links_and_a_momentum_that_takes_their_rate_are_mars(self):
+        options = {"b1": 0.9, "b2": 0.99}
+        expected, _ = _run(mars_optax.mars(0.1, gamma=0.2, optimize_1d=True, **options))
+        actual, _ = _run(_behind_links(optax.adam(0.1, **options)))
+        trees.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+if __name__ == "__main__":
+    absltest.main()
