@@ -123,7 +123,7 @@ def ignore_absent_gradients(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = inner.init(params)
-        if not states.with_previous_gradient(state):
+        if jax.tree.leaves(params) and not states.with_previous_gradient(state):
             raise ValueError(
                 "`inner`: expected a transformation that keeps a previous gradient, got one that "
                 "keeps none. Pass one with `correction='approx'` and `keep_prev_grad=True`, or use "
