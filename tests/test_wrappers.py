@@ -299,10 +299,9 @@ class IgnoreAbsentGradientsTest(parameterized.TestCase):
         ("memory_free", mars_optax.mars_lion(0.1, max_norm=None, keep_prev_grad=False)),
         ("no_correction", mars_optax.mars(0.1, correction="none")),
     )
-    def test_without_a_previous_gradient_it_changes_nothing(self, tx):
-        grads = [_tree(1), _sparse(2, "kernel")]
-        actual = self._run(mars_optax.ignore_absent_gradients(tx), *grads)
-        trees.assert_equal(actual, self._run(tx, *grads))
+    def test_without_a_previous_gradient_there_is_nothing_to_wrap(self, tx):
+        with self.assertRaisesRegex(ValueError, "`inner`.*keeps a previous gradient"):
+            mars_optax.ignore_absent_gradients(tx).init(_tree(0))
 
     @parameterized.parameters(None, "float8_e4m3fn")
     def test_types_are_a_fixed_point(self, dtype):

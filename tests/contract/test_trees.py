@@ -31,13 +31,17 @@ class Dense:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class CallableDense:
-    """A module as Equinox has them: a tree that can be called."""
+    """A module as Equinox has them: a tree that can be called.
 
-    kernel: Any
-    bias: Any
+    Its fields are not those of `Dense`: JAX takes the definitions of two dataclasses with the same
+    fields for one, and a compiled function returns the class that it saw first.
+    """
+
+    weight: Any
+    offset: Any
 
     def __call__(self, x: Any) -> Any:
-        return x @ self.kernel + self.bias
+        return x @ self.weight + self.offset
 
 
 def _takes_vectors(entry: registry.Entry) -> bool:
