@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 import mars_optax
 from tests.support import trees
 
-SHAPES = {"kernel": (4, 6), "square": (3, 3), "bias": (6,), "scale": ()}
+SHAPES = {"kernel": (4, 4), "square": (4, 4), "bias": (4,), "scale": ()}
 
 
 def _tree(seed, dtype="float32", **replaced):
@@ -61,7 +61,7 @@ class CautiousTest(parameterized.TestCase):
             for leaf in self._direction(rescale, direction, grads).values():
                 np.testing.assert_array_equal(leaf, 0.0)
 
-    @parameterized.parameters(("mean", 1.0), ("none", 1.0), ("count", 24 / 25))
+    @parameterized.parameters(("mean", 1.0), ("none", 1.0), ("count", 16 / 17))
     def test_where_all_agrees_the_direction_is_kept(self, rescale, factor):
         grads = _tree(1)
         direction = optax.tree.scale(2.0, grads)
@@ -93,11 +93,10 @@ class CautiousTest(parameterized.TestCase):
         inner = mars_optax.scale_by_mars()
         tx = mars_optax.cautious(inner, rescale=rescale)
         state, plain = tx.init(_tree(0)), inner.init(_tree(0))
-        update, plain_update = jax.jit(tx.update), jax.jit(inner.update)
         for seed in range(3):
-            direction, state = update(_tree(seed), state)
-            expected, plain = plain_update(_tree(seed), plain)
-            trees.assert_close(state, plain, rtol=1e-6, atol=1e-7)
+            direction, state = tx.update(_tree(seed), state)
+            expected, plain = inner.update(_tree(seed), plain)
+            trees.assert_equal(state, plain)
         agrees = expected["kernel"] * _tree(2)["kernel"] > 0
         self.assertTrue(0 < int(agrees.sum()) < agrees.size)
         np.testing.assert_array_equal(direction["kernel"] != 0, agrees)
@@ -151,12 +150,11 @@ class IgnoreAbsentGradientsTest(parameterized.TestCase):
     )
 
     def _run(self, tx, *grads):
-        """All updates, and the last state."""
+        """All updates, and the last state, operation by operation, which compiles little."""
         params = _tree(0)
         state, history = tx.init(params), []
-        update = jax.jit(tx.update)
         for gradient in grads:
-            updates, state = update(gradient, state, params)
+            updates, state = tx.update(gradient, state, params)
             history.append(updates)
         return history, state
 
@@ -210,7 +208,7 @@ class IgnoreAbsentGradientsTest(parameterized.TestCase):
     def test_other_leaves_do_not_notice(self, factory):
         tx = mars_optax.ignore_absent_gradients(factory())
         whole = [_tree(seed) for seed in range(1, 4)]
-        broken = [whole[0], {**whole[1], "kernel": jnp.zeros((4, 6))}, whole[2]]
+        broken = [whole[0], {**whole[1], "kernel": jnp.zeros((4, 4))}, whole[2]]
         (actual, _), (expected, _) = self._run(tx, *broken), self._run(tx, *whole)
         for ours, theirs in zip(actual, expected, strict=True):
             for leaf in ("square", "bias", "scale"):

@@ -16,7 +16,7 @@ from tests.parity import test_trajectories as recorded
 from tests.support import trees
 
 STEPS = 6
-SHAPES = {"kernel": (4, 3), "stack": (2, 3, 2), "bias": (3,), "scale": ()}
+SHAPES = {"kernel": (4, 3), "stack": (2, 4, 3), "bias": (3,), "scale": ()}
 _jit = functools.partial(jax.jit, compiler_options=recorded.QUICKLY)
 
 
@@ -33,6 +33,10 @@ def _at(tree, t):
     return jax.tree.map(lambda x: x[t], tree)
 
 
+def _stacked(history):
+    return jax.tree.map(lambda *x: jnp.stack(x), *history)
+
+
 def _grad(params, batch):
     """The gradient of a sum of sin(p) b: no two parameters have the same."""
     return jax.tree.map(lambda p, b: b * jnp.cos(p), params, batch)
@@ -43,19 +47,19 @@ def _storm(gamma=0.3, **kwargs):
 
 
 def _train(tx, params, batches, grad=_grad, *, passes_grad_fn=True):
-    """Steps in one scan: the parameters after each, the updates, and the last state."""
+    """The parameters after each step, the updates, and the last state.
 
-    def step(carry, batch):
-        params, state = carry
+    Operation by operation: nothing is contracted, and little is compiled.
+    """
+    state, history, updates = tx.init(params), [], []
+    for t in range(STEPS):
+        batch = _at(batches, t)
         extra = {"grad_fn": functools.partial(grad, batch=batch)} if passes_grad_fn else {}
-        updates, state = tx.update(grad(params, batch), state, params, **extra)
-        params = optax.apply_updates(params, updates)
-        return (params, state), (params, updates)
-
-    (_, state), (history, updates) = _jit(functools.partial(jax.lax.scan, step))(
-        (params, tx.init(params)), batches
-    )
-    return history, updates, state
+        update, state = tx.update(grad(params, batch), state, params, **extra)
+        params = optax.apply_updates(params, update)
+        history.append(params)
+        updates.append(update)
+    return _stacked(history), _stacked(updates), state
 
 
 class EstimatorTest(parameterized.TestCase):
@@ -297,11 +301,21 @@ class StateTest(parameterized.TestCase):
 
     def test_half_precision_runs_in_scan(self):
         params, batches = _tree(0, dtype="bfloat16"), _tree(1, STEPS)
-        history, _, state = _train(
-            mars_optax.storm_adamw(0.1, 0.2),
-            params,
-            batches,
-            grad=lambda p, batch: _grad(optax.tree.cast(p, jnp.float32), batch),
+        tx = mars_optax.storm_adamw(0.1, 0.2)
+
+        def grad(params, batch):
+            return _grad(optax.tree.cast(params, jnp.float32), batch)
+
+        def step(carry, batch):
+            params, state = carry
+            updates, state = tx.update(
+                grad(params, batch), state, params, grad_fn=lambda p: grad(p, batch)
+            )
+            params = optax.apply_updates(params, updates)
+            return (params, state), params
+
+        (_, state), history = _jit(functools.partial(jax.lax.scan, step))(
+            (params, tx.init(params)), batches
         )
         self.assertTrue(trees.all_finite((history, state)))
         for leaf, start in params.items():
