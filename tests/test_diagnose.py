@@ -1,6 +1,7 @@
 """`diagnose` measures the correction that the next update applies, on any nesting of states."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -307,6 +308,18 @@ class NestingTest(DiagnoseTestCase):
         step(model, optimizer, first)
         actual = step(model, optimizer, second)
         self.assert_measures(actual, _expected(second, first, MATRICES))
+
+
+class NamesOfStatesTest(absltest.TestCase):
+    def test_parameters_may_have_a_field_named_as_the_state_has(self):
+        class Params(NamedTuple):
+            prev_grad: Any
+            count: Any
+
+        params = Params(jnp.ones((2, 2)), jnp.ones(2))
+        tx = mars_optax.mars(0.1, optimize_1d=True)
+        measures = mars_optax.diagnose(params, tx.init(params))
+        np.testing.assert_allclose(measures["gradient_norm"], np.sqrt(6.0), rtol=1e-6)
 
 
 if __name__ == "__main__":

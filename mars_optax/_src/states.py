@@ -23,5 +23,9 @@ def previous_gradients(node: Any) -> dict[tuple[Any, ...], Any]:
     return dict(jax.tree_util.tree_leaves_with_path(previous.stored_gradients(node)))
 
 
+# A user's own tuple of parameters may have a field of one of these names, but not all of them.
+_FIELDS = frozenset({"count", "prev_grad", "prev_grad_scale", "prev_params"})
+
+
 def _keeps(node: Any) -> bool:
-    return "prev_grad" in getattr(node, "_fields", ()) and node.prev_grad is not None
+    return _FIELDS.issubset(getattr(node, "_fields", ())) and node.prev_grad is not None
