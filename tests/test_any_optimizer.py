@@ -15,7 +15,6 @@ from tests.support import trees
 SHAPES = {"kernel": (4, 6), "square": (3, 3), "bias": (6,), "scale": ()}
 OPTIMIZERS = {
     "adafactor": functools.partial(optax.adafactor, 0.1, min_dim_size_to_factor=2, momentum=0.9),
-    "lamb": functools.partial(optax.lamb, 0.1),
     "lion": functools.partial(optax.lion, 0.1),
     "muon": functools.partial(optax.contrib.muon, 0.1),
     "schedule_free": functools.partial(optax.contrib.schedule_free_adamw, 0.1),

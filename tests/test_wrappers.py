@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 import mars_optax
 from tests.support import trees
 
-SHAPES = {"kernel": (4, 4), "square": (4, 4), "bias": (4,), "scale": ()}
+SHAPES = {"kernel": (4, 3), "other": (4, 3), "bias": (3,), "scale": ()}
 
 
 def _tree(seed, dtype="float32", **replaced):
@@ -61,7 +61,7 @@ class CautiousTest(parameterized.TestCase):
             for leaf in self._direction(rescale, direction, grads).values():
                 np.testing.assert_array_equal(leaf, 0.0)
 
-    @parameterized.parameters(("mean", 1.0), ("none", 1.0), ("count", 16 / 17))
+    @parameterized.parameters(("mean", 1.0), ("none", 1.0), ("count", 12 / 13))
     def test_where_all_agrees_the_direction_is_kept(self, rescale, factor):
         grads = _tree(1)
         direction = optax.tree.scale(2.0, grads)
@@ -175,7 +175,7 @@ class IgnoreAbsentGradientsTest(parameterized.TestCase):
         (_, expected), plain = self._run(
             mars_optax.correct_gradients(0.4, prev_grad_dtype=dtype), _tree(1), _tree(2)
         )
-        for leaf in ("square", "bias"):
+        for leaf in ("other", "bias"):
             np.testing.assert_array_equal(corrected[leaf], expected[leaf])
             np.testing.assert_array_equal(after.prev_grad[leaf], plain.prev_grad[leaf])
         self.assertEqual(int(after.count), 2)
@@ -208,10 +208,10 @@ class IgnoreAbsentGradientsTest(parameterized.TestCase):
     def test_other_leaves_do_not_notice(self, factory):
         tx = mars_optax.ignore_absent_gradients(factory())
         whole = [_tree(seed) for seed in range(1, 4)]
-        broken = [whole[0], {**whole[1], "kernel": jnp.zeros((4, 4))}, whole[2]]
+        broken = [whole[0], {**whole[1], "kernel": jnp.zeros((4, 3))}, whole[2]]
         (actual, _), (expected, _) = self._run(tx, *broken), self._run(tx, *whole)
         for ours, theirs in zip(actual, expected, strict=True):
-            for leaf in ("square", "bias", "scale"):
+            for leaf in ("other", "bias", "scale"):
                 np.testing.assert_allclose(ours[leaf], theirs[leaf], rtol=1e-6, atol=1e-7)
         self.assertTrue(bool(jnp.any(actual[1]["kernel"] != expected[1]["kernel"])))
 
@@ -235,7 +235,7 @@ class IgnoreAbsentGradientsTest(parameterized.TestCase):
 
     def test_it_runs_in_scan(self):
         tx = mars_optax.ignore_absent_gradients(mars_optax.mars(0.1, gamma=0.4))
-        grads = [_tree(1), _sparse(2, "kernel"), _tree(3), _sparse(4, "square", "bias")]
+        grads = [_tree(1), _sparse(2, "kernel"), _tree(3), _sparse(4, "other", "bias")]
         expected, expected_state = self._run(tx, *grads)
         params = _tree(0)
 
@@ -253,13 +253,13 @@ class IgnoreAbsentGradientsTest(parameterized.TestCase):
     @parameterized.named_parameters(
         (
             "masked",
-            lambda tx: optax.masked(tx, {name: name != "square" for name in SHAPES}),
+            lambda tx: optax.masked(tx, {name: name != "other" for name in SHAPES}),
         ),
         (
             "partition",
             lambda tx: optax.partition(
                 {"a": tx, "b": optax.sgd(0.1)},
-                {name: "b" if name == "square" else "a" for name in SHAPES},
+                {name: "b" if name == "other" else "a" for name in SHAPES},
             ),
         ),
         ("chain", lambda tx: optax.chain(optax.identity(), tx, optax.scale(1.0))),
