@@ -112,6 +112,8 @@ def optimizer(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.needs_params(params, name, decays)
+        if params is not None:
+            checks.gradient_shapes(updates, params)
         # Without decay nothing reads the parameters but the dtypes of the result.
         like = updates if params is None else params
         # Decay and learning rate, too, are applied in at least float32, and rounded once.

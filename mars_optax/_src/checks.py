@@ -5,7 +5,6 @@ A number is checked only where it is one when the transformation is built: an ar
 """
 
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -15,7 +14,8 @@ import numpy as np
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    kinds = int | float | np.integer | np.floating
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _numeric(name: str, value: Any, *, or_schedule: bool = False) -> None:
@@ -114,6 +114,8 @@ def float_dtype(name: str, value: Any) -> jnp.dtype | None:
             raise TypeError(f"`{name}`: expected a dtype, got {value!r}. {advice}") from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}`: expected a floating-point dtype, got {value!r}. {advice}")
+    if np.zeros((), np.float32).astype(dtype).astype(np.float32) != 0:
+        raise ValueError(f"`{name}`: expected a dtype that has a 0, got {dtype}. {advice}")
     return dtype
 
 
@@ -145,6 +147,16 @@ def keeps_prev_grad(keep_prev_grad: bool, conflict: str, instead: str) -> None:
             f"`keep_prev_grad`: expected True with {conflict}, got False: without the previous "
             f"gradient its correction cannot be computed. Pass {instead} there, or "
             "`keep_prev_grad=True`."
+        )
+
+
+def constant_or_schedule(gamma: Any) -> None:
+    """Without the previous gradient, gamma of the next step has to be known in this one."""
+    if not (_is_number(gamma) or callable(gamma)):
+        raise ValueError(
+            "`keep_prev_grad`: expected True with a `gamma` that is an array, which may change "
+            "from step to step, got False. Pass a Python number or a schedule (under "
+            "`optax.inject_hyperparams` with `static_args='gamma'`), or `keep_prev_grad=True`."
         )
 
 
@@ -271,7 +283,7 @@ def _shape_of_numbers(value: Any) -> tuple[int, ...]:
     try:
         shape = np.shape(value) if not isinstance(value, jax.Array) else value.shape
         numeric = isinstance(value, jax.Array) or all(
-            isinstance(x, numbers.Real | jax.Array) and not (_is_number(x) and math.isnan(x))
+            (_is_number(x) and not math.isnan(x)) or isinstance(x, jax.Array)
             for x in np.asarray(value, dtype=object).ravel()
         )
     except ValueError:

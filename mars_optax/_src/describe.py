@@ -78,7 +78,8 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
 
     Returns:
       A :class:`Description`, whose `str` is a table. A parameter's rule is "matrix", "vector", or
-      "frozen" where no transformation of this package sees it. Its axes tell which are the
+      "frozen" where no transformation of this package sees it under its path (as behind
+      :func:`optax.flatten`). Its axes tell which are the
       reduction ("in"), output and batch axes; its bytes are those of the parts of the state that
       belong to it alone.
 

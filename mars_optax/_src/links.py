@@ -147,9 +147,8 @@ def correct_gradients(
 
         corrections = jax.tree.map(added, minuend, prev_grad, wide)
         if correction_clip is not None:
-            norm = optax.tree.norm(corrections)
-            # As in the clip of a leaf, NaN and a norm of 0 leave the factor at 1.
-            factor = jnp.where(norm > correction_clip, correction_clip / norm, 1)
+            squares = jnp.asarray(optax.tree.norm(corrections, squared=True))
+            factor = clipping.factor_of_squares(squares, correction_clip)
             corrections = jax.tree.map(
                 lambda x: x * precision.widen_scalar(factor, precision.compute_dtype(x)),
                 corrections,

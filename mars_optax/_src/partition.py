@@ -295,6 +295,11 @@ def dimension_numbers_by_path(
             f"`default`: expected one of {', '.join(map(repr, _DEFAULTS))}, got {default!r}. Pass "
             "one of these."
         )
+    if not isinstance(rules, tuple | list):
+        raise TypeError(
+            f"`rules`: expected a sequence of pairs, got {rules!r}. Pass for example "
+            "[('embed', None)]."
+        )
     compiled = []
     for rule in rules:
         is_pair = isinstance(rule, tuple | list) and len(rule) == 2 and not _is_spec(rule)

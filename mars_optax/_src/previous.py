@@ -57,8 +57,8 @@ class PreviousGradient:
         return jnp.where(count == 0, 0.0, k) if self.first_step == "no_correction" else k
 
     def gamma_at(self, count: jax.Array) -> Any:
-        """Gamma at a step, counted from 0."""
-        return self.gamma(count) if callable(self.gamma) else self.gamma
+        """Gamma at a step, counted from 0, in at least float32."""
+        return precision.widen_scalar(self.gamma(count) if callable(self.gamma) else self.gamma)
 
     def gradients(
         self, updates: optax.Updates, state: Any, params: Any, extra_args: Mapping[str, Any]

@@ -75,12 +75,10 @@ def stochastic_apply_updates(
 
     def on_leaf(param: Any, update: Any, leaf_key: jax.Array) -> tuple[jax.Array]:
         dtype = jnp.result_type(param)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return (jnp.asarray(param + update).astype(dtype),)
         total = precision.widen(param) + precision.widen(update)
-        if (
-            total.dtype == dtype
-            or jnp.iscomplexobj(total)
-            or not jnp.issubdtype(dtype, jnp.floating)
-        ):
+        if total.dtype == dtype or jnp.iscomplexobj(total):
             return (total.astype(dtype),)
         return (_round_stochastically(total, dtype, leaf_key),)
 

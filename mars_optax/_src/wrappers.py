@@ -95,11 +95,13 @@ def ignore_absent_gradients(
     :math:`c_t = 0` instead, and keeps :math:`g_{t-1}`; its momentum decays as AdamW's does. Steps
     of the optimizer go on being counted, the first one as any other.
 
-    It looks at whole leaves: of a stack of experts in one leaf, all have to be absent.
+    It looks at whole leaves, and at the gradients as they come in: of a stack of experts in one
+    leaf, all have to be absent, and :class:`optax.MultiSteps` and others that change gradients go
+    around this wrapper, not into it.
 
     Args:
       inner: An optimizer or a transformation of this package that keeps a previous gradient, also
-        inside Optax's wrappers.
+        in a chain or partition.
 
     Returns:
       A transformation with the state of `inner`.
@@ -123,7 +125,10 @@ def ignore_absent_gradients(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = inner.init(params)
-        if jax.tree.leaves(params) and not states.with_previous_gradient(state):
+        paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+        nodes = states.with_previous_gradient(state)
+        kept = [path for node in nodes for path in states.previous_gradients(node)]
+        if paths and not paths.intersection(kept):
             raise ValueError(
                 "`inner`: expected a transformation that keeps a previous gradient, got one that "
                 "keeps none. Pass one with `correction='approx'` and `keep_prev_grad=True`, or use "

@@ -17,7 +17,9 @@ from tests.support import trees
 def _callables(entry: registry.Entry) -> tuple[str, ...]:
     """Arguments whose value is a callable that is no schedule."""
     names = ("mask", "weight_dimension_numbers", "newton_schulz_fn")
-    return tuple(name for name in names if callable(entry.kwargs.get(name)))
+    static = tuple(name for name in names if callable(entry.kwargs.get(name)))
+    # Without the previous gradient the next step's gamma has to be known.
+    return static if entry.kwargs.get("keep_prev_grad", True) else (*static, "gamma")
 
 
 def _inject(entry: registry.Entry, hyperparam_dtype=None, **overrides):

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mars_optax._src.leaf import precision
 
@@ -59,7 +60,9 @@ def newton_schulz(
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         wide = jnp.swapaxes(wide, -2, -1)
-    norm = jnp.sqrt(jnp.sum(jnp.real(wide * jnp.conj(wide)), axis=(-2, -1), keepdims=True))
+    squares = jnp.sum(jnp.real(wide * jnp.conj(wide)), axis=(-2, -1), keepdims=True)
+    # A square root has no derivative at 0.
+    norm = jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
     norm = norm + precision.widen_scalar(eps, real)
     # With eps = 0 a matrix of zeros stays one.
     iterate = wide / jnp.where(norm > 0, norm, 1)
@@ -99,6 +102,8 @@ _any_steps = jax.jit(_steps, static_argnames=("matmul_precision",))
 def _run_steps(
     x: jax.Array, table: jax.Array, steps: Any, matmul_precision: jax.lax.PrecisionLike
 ) -> jax.Array:
+    if isinstance(steps, np.integer):
+        steps = int(steps)
     run = _known_steps if isinstance(steps, int) else _any_steps
     result: jax.Array = run(x, table, steps=steps, matmul_precision=matmul_precision)
     return result

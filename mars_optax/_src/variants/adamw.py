@@ -120,7 +120,8 @@ def scale_by_mars(
         :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with
         :math:`n_t = m_t - \gamma_{t+1} g_t`, which `mu` then holds. Requires ``max_norm=None``,
         ``correction="approx"``, ``prev_grad_dtype=None``, ``second_moment="gradient"`` and a gamma
-        that is constant or a schedule (not one that is injected and changed by hand).
+        that is a Python number or a schedule (under :func:`optax.inject_hyperparams` with
+        ``static_args="gamma"``: of an array, the next step's value is not known).
       weight_dimension_numbers: Axes of the matrices, which set the slices of the clip: a
         :class:`optax.contrib.MuonDimensionNumbers`, a tree of them with None for vectors, or a
         callable ``params -> tree``. None: each leaf is clipped as a whole.
@@ -340,6 +341,7 @@ def mars(
       ``MARS/optimizers/mars.py``, ``mars_type="mars-adamw"``, of https://github.com/AGI-Arena/MARS.
     """
     checks.flag("optimize_1d", optimize_1d)
+    checks.non_negative("eps", eps)
     rule = functools.partial(
         scale_by_mars,
         b1,

@@ -258,6 +258,7 @@ def mars_shampoo(
       https://github.com/AGI-Arena/MARS.
     """
     checks.flag("optimize_1d", optimize_1d)
+    checks.non_negative("eps", eps)
     checks.decay_rate("b2", b2)
     if optimize_1d:
         # The vectors' rule averages the squares of corrected gradients.

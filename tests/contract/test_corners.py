@@ -1,0 +1,94 @@
+"""Corners in which something was once wrong."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+
+import mars_optax
+
+
+class GammaTest(parameterized.TestCase):
+    def _final(self, tx):
+        params = jnp.zeros((2, 2))
+        state = tx.init(params)
+        for value in (1.0, -2.0, 3.0):
+            updates, state = tx.update(jnp.full((2, 2), value), state, params)
+        return float(updates[0, 0])
+
+    def test_the_form_without_the_previous_gradient_wants_to_know_the_next_gamma(self):
+        kwargs = {
+            "learning_rate": 1.0,
+            "gamma": lambda count: 0.5 * 0.9 ** (count + 1),
+            "max_norm": None,
+            "second_moment": "gradient",
+        }
+        expected = self._final(mars_optax.mars(**kwargs, weight_decay_1d=0.0))
+        injected = optax.inject_hyperparams(mars_optax.mars)
+        with self.assertRaisesRegex(ValueError, "`keep_prev_grad`.*`gamma`.*static_args='gamma'"):
+            injected(**kwargs, keep_prev_grad=False).init(jnp.zeros((2, 2)))
+        static = optax.inject_hyperparams(mars_optax.mars, static_args="gamma")
+        actual = self._final(static(**kwargs, keep_prev_grad=False))
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+    def test_storm_takes_a_small_gamma_of_low_precision_at_its_value(self):
+        tx = mars_optax.correct_gradients(gamma=jnp.bfloat16(0.001), correction="storm")
+        zero, one = jnp.zeros(1), jnp.ones(1)
+        state = tx.init(zero)
+        for _ in range(2):
+            c, state = tx.update(one, state, zero, grad_fn=lambda _: 2 * one)
+        # c_2 = 1 + (1 - gamma)(1 - 2) = gamma
+        np.testing.assert_allclose(c, float(jnp.bfloat16(0.001)), rtol=1e-3)
+
+
+class DerivativesTest(absltest.TestCase):
+    def test_a_correction_of_zero_has_a_derivative_under_its_clip(self):
+        tx = mars_optax.correct_gradients(correction_clip=1.0, first_step="no_correction")
+        grad = jax.grad(lambda g: tx.update(g, tx.init(g))[0].sum())(jnp.ones(2))
+        np.testing.assert_array_equal(grad, 1.0)
+
+    def test_a_matrix_of_zeros_has_a_derivative(self):
+        for steps in (5, np.int64(5)):
+            grad = jax.grad(lambda x, n=steps: mars_optax.orthogonalize(x, steps=n).sum())(
+                jnp.zeros((2, 2))
+            )
+            self.assertTrue(bool(jnp.all(jnp.isfinite(grad))))
+
+
+class RefusalTest(parameterized.TestCase):
+    def test_a_gradient_of_another_rank_is_named_by_an_optimizer(self):
+        params = {"k": jnp.ones((3, 2)), "b": jnp.ones(2)}
+        tx = mars_optax.mars(0.1)
+        with self.assertRaisesRegex(ValueError, r"'b': expected shape \(2,\).*got \(2, 1\)"):
+            tx.update({"k": jnp.ones((3, 2)), "b": jnp.ones((2, 1))}, tx.init(params), params)
+
+    def test_a_dtype_without_a_zero_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "`prev_grad_dtype`.*has a 0"):
+            mars_optax.mars(0.1, prev_grad_dtype=jnp.float8_e8m0fnu)
+
+    def test_the_epsilon_that_was_passed_is_named(self):
+        with self.assertRaisesRegex(ValueError, "`eps`"):
+            mars_optax.mars(0.1, eps=-1.0)
+
+    def test_gradients_under_other_paths_cannot_be_told_to_be_absent(self):
+        inner = optax.flatten(mars_optax.correct_gradients())
+        with self.assertRaisesRegex(ValueError, "`inner`"):
+            mars_optax.ignore_absent_gradients(inner).init({"a": jnp.ones(2)})
+
+    def test_rules_are_a_sequence(self):
+        with self.assertRaisesRegex(TypeError, "`rules`.*sequence"):
+            mars_optax.dimension_numbers_by_path(None)
+
+
+class IntegersTest(absltest.TestCase):
+    def test_integers_are_added_as_integers(self):
+        params = {"n": jnp.array([16_777_217]), "u": jnp.array([3_735_928_559], jnp.uint32)}
+        updates = jax.tree.map(jnp.zeros_like, params)
+        new = mars_optax.stochastic_apply_updates(params, updates, jax.random.key(0))
+        for leaf, expected in zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True):
+            np.testing.assert_array_equal(leaf, expected)
+
+
+if __name__ == "__main__":
+    absltest.main()
