@@ -147,7 +147,9 @@ class TrajectoryTest(parameterized.TestCase):
         self.assert_same_trajectory(stored, free, _params(), _gradients())
 
     def test_amsgrad_and_injected_constants_change_nothing(self):
-        factory = optax.inject_hyperparams(mars_optax.mars, hyperparam_dtype=jnp.float64)
+        factory = optax.inject_hyperparams(
+            mars_optax.mars, static_args="gamma", hyperparam_dtype=jnp.float64
+        )
         options = {
             "learning_rate": 0.01,
             "gamma": 0.1,
