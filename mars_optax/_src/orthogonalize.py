@@ -85,23 +85,26 @@ def _whole_matrices(
     return jax.sharding.PartitionSpec(*parts)  # type: ignore[no-untyped-call]
 
 
-def matrix_direction(
+def matrix_directions(
     orthogonalization: Orthogonalization, factor: Callable[[int, int], float], divisor: Any = None
-) -> Callable[[jax.Array, partition.Axes], jax.Array]:
-    """The direction of a matrix from its momentum: orthogonalized, then scaled by its shape.
+) -> Callable[[Any, Any], Any]:
+    """The directions of matrices from their momenta: orthogonalized, then scaled by their shapes.
 
     Args:
       orthogonalization: The iteration.
       factor: The scale, from the sizes (in, out) of a matrix.
-      divisor: What the momentum is divided by before, if anything.
+      divisor: What the momenta are divided by before, if anything.
     """
 
-    def direction(momentum: jax.Array, axes: partition.Axes) -> jax.Array:
+    def on_leaf(momentum: jax.Array, axes: partition.Axes) -> jax.Array:
         if divisor is not None:
             momentum = momentum / precision.widen_scalar(divisor, precision.compute_dtype(momentum))
         return orthogonalization(momentum, axes) * factor(*axes.fans(momentum.shape))
 
-    return direction
+    def directions(momenta: Any, axes: Any) -> Any:
+        return jax.tree.map(on_leaf, momenta, axes)
+
+    return directions
 
 
 def orthogonalize(

@@ -26,7 +26,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
     keep_prev_grad: bool,
     weight_dimension_numbers: types.WeightDimensionNumbers,
     implementation: types.Implementation | None,
-    matrix_direction: Callable[[jax.Array, partition.Axes], jax.Array] | None = None,
+    matrix_directions: Callable[[Any, Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Builds a variant's transformation.
 
@@ -39,8 +39,8 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
       step: The elementwise update of one leaf, see :data:`run.Step`.
       moments: The moving averages in the order in which `step` takes them, and how each begins.
       scalars: The hyperparameters of `step` at a count that starts at 1.
-      matrix_direction: Makes the direction of a matrix from that of the step, in at least float32.
-        With it, every leaf must be a matrix.
+      matrix_directions: Makes the directions of all matrices from those of the step, in at least
+        float32, and the leaves' axes. With it, every leaf must be a matrix.
     """
     checks.max_norm(max_norm)
     if correction is not previous.HANDED_OVER:
@@ -57,7 +57,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         checks.constant_or_schedule(gamma)
     mode = correction if keep_prev_grad else "none"
     source = previous.PreviousGradient(gamma, b1, mode, first_step, prev_grad_dtype)
-    is_matrix_rule = matrix_direction is not None
+    is_matrix_rule = matrix_directions is not None
     default = partition.matrix_at_rank_2 if is_matrix_rule else partition.matrix_from_rank_2
 
     def axes_of(tree: Any) -> Any:
@@ -93,8 +93,8 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
             **scalars(count),
             **form,
         )
-        if matrix_direction is not None:
-            direction = jax.tree.map(matrix_direction, direction, axes)
+        if matrix_directions is not None:
+            direction = matrix_directions(direction, axes)
         new_state = state_type(
             count=count,
             **source.advance(updates, state, params),

@@ -132,7 +132,7 @@ def scale_by_mars_m(
         momentum_step,
         moments={"mu": first},
         scalars=lambda count: {"b1": b1},
-        matrix_direction=orthogonalize.matrix_direction(iteration, newton_schulz.rms_factor),
+        matrix_directions=orthogonalize.matrix_directions(iteration, newton_schulz.rms_factor),
         gamma=gamma,
         b1=b1,
         max_norm=max_norm,

@@ -136,7 +136,7 @@ def scale_by_mars_shampoo(
         momentum_step,
         moments={"mu": first},
         scalars=lambda count: {"b1": b1},
-        matrix_direction=orthogonalize.matrix_direction(
+        matrix_directions=orthogonalize.matrix_directions(
             iteration, newton_schulz.spectral_factor, divisor=1 - precision.widen_scalar(b1)
         ),
         gamma=gamma,
