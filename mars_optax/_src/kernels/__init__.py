@@ -1,0 +1,1 @@
+"""How an elementwise function is executed on many leaves: by XLA, or by Pallas kernels."""

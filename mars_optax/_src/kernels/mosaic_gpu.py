@@ -1,0 +1,142 @@
+"""Elementwise functions as Mosaic GPU kernels, for Hopper: leaves of one size in one call."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mars_optax._src.kernels import rewrite, tiling
+
+# (operands, factor, scalars) -> outputs, all elementwise; the factor is a scalar or None.
+Elementwise = Callable[..., tuple[Any, ...]]
+
+_AXES = ("leaf", "row", "block")
+_HEADER = 1  # the scalars come before the leaves
+
+
+def call(
+    fn: Elementwise,
+    leaves: Sequence[tuple[Sequence[jax.Array], jax.Array | None]],
+    scalars: jax.Array,
+    out_dtypes: Sequence[Any],
+    aliases: Mapping[int, int],
+    tiles: tiling.Tiling,
+    *,
+    interpret: bool = False,
+) -> list[tuple[jax.Array, ...]]:
+    """Runs `fn` on every block of some leaves.
+
+    Args:
+      fn: The function of one block.
+      leaves: For each leaf its operands, shape=(size,), and its factors, shape=(rows,), or None.
+      scalars: shape=(number of scalars,), dtype=float32.
+      out_dtypes: That of each output.
+      aliases: From an output to the operand that it is written over, which has its dtype.
+      tiles: How each leaf is cut; its rest keeps what the overwritten operand has there, and is
+        undefined where none is.
+      interpret: Whether to run in Pallas's interpreter, on any machine.
+
+    Returns:
+      The outputs of each leaf, shape=(size,).
+    """
+    size = leaves[0][0][0].size
+    n_operands, n_outputs = len(leaves[0][0]), len(out_dtypes)
+    has_factor = leaves[0][1] is not None
+    stride = n_operands + has_factor
+    if not interpret:
+        fn = rewrite.rewritten(fn)
+
+    def body(where: Callable[[int], Any], *refs: Any) -> None:
+        scalars_ref, refs = refs[0], refs[_HEADER:]
+        out_refs = refs[stride * len(leaves) :]
+        row, block = where(1), where(2)
+        at = pl.ds((row * tiles.blocks + block) * tiles.block, tiles.block)
+
+        def on_leaf(i: int) -> None:
+            mine = refs[i * stride : (i + 1) * stride]
+            values = tuple(_load(ref, at, tiles.block, interpret) for ref in mine[:n_operands])
+            factor = mine[n_operands][row] if has_factor else None
+            outputs = fn(values, factor, tuple(scalars_ref[k] for k in range(scalars.size)))
+            for k, (value, dtype) in enumerate(zip(outputs, out_dtypes, strict=True)):
+                out_refs[i * n_outputs + k][at] = value.astype(dtype)
+
+        if len(leaves) == 1:
+            on_leaf(0)
+            return
+        for i in range(len(leaves)):
+            # Branches of their own: those of one switch would each carry all references.
+            pl.when(where(0) == i)(functools.partial(on_leaf, i))
+
+    operands = [scalars]
+    for arrays, factors in leaves:
+        operands += [*arrays, factors] if factors is not None else arrays
+    targets = {
+        i * n_outputs + out: _HEADER + i * stride + operand
+        for i in range(len(leaves))
+        for out, operand in aliases.items()
+    }
+    shapes = [jax.ShapeDtypeStruct((size,), d) for _ in leaves for d in out_dtypes]
+    launch = _launch_interpreted if interpret else _launch
+    results = launch(body, (len(leaves), tiles.rows, tiles.blocks), operands, shapes, targets)
+    return [tuple(results[i * n_outputs : (i + 1) * n_outputs]) for i in range(len(leaves))]
+
+
+def _load(ref: Any, at: Any, block: int, interpret: bool) -> jax.Array:
+    value: jax.Array = ref[at]
+    if interpret:
+        return value
+    # Every operand of a thread's at the same places, whatever the widths of their dtypes.
+    layout = plgpu.Layout.WG_STRIDED((block,), vec_size=min(2, block // tiling.WARPGROUP))
+    result: jax.Array = plgpu.layout_cast(value, layout)
+    return result
+
+
+def _launch(
+    body: Any, grid: tuple[int, ...], operands: Any, shapes: Any, targets: Mapping[int, int]
+) -> list[jax.Array]:
+    """Runs `body` on a GPU; an aliased output is the reference of its operand."""
+    fresh = [i for i in range(len(shapes)) if i not in targets]
+    overwritten = {operand: out for out, operand in targets.items()}
+    arguments = [jax.new_ref(x) if i in overwritten else x for i, x in enumerate(operands)]
+
+    def kernel(*refs: Any) -> None:
+        inputs, outputs = refs[: len(operands)], refs[len(operands) :]
+        targets_of = {**{out: inputs[operand] for out, operand in targets.items()}}
+        targets_of.update(zip(fresh, outputs, strict=True))
+        body(
+            lambda axis: jax.lax.axis_index(_AXES[axis]),
+            *inputs,
+            *(targets_of[i] for i in range(len(shapes))),
+        )
+
+    mesh = plgpu.Mesh(grid=grid, grid_names=_AXES)
+    outputs = pl.kernel(
+        kernel,
+        out_type=tuple(shapes[i] for i in fresh),
+        mesh=mesh,
+        compiler_params=plgpu.CompilerParams(),
+        name="mars_step",
+    )(*arguments)
+    results: dict[int, jax.Array] = dict(zip(fresh, outputs, strict=True))
+    results.update({out: jax.freeze(arguments[operand]) for out, operand in targets.items()})
+    return [results[i] for i in range(len(shapes))]
+
+
+def _launch_interpreted(
+    body: Any, grid: tuple[int, ...], operands: Any, shapes: Any, targets: Mapping[int, int]
+) -> list[jax.Array]:
+    """The same in Pallas's interpreter, which has no meshes."""
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    outputs = pl.pallas_call(
+        lambda *refs: body(pl.program_id, *refs),
+        out_shape=tuple(shapes),
+        grid=grid,
+        in_specs=[anywhere] * len(operands),
+        out_specs=(anywhere,) * len(shapes),
+        input_output_aliases={operand: out for out, operand in targets.items()},
+        interpret=True,
+    )(*operands)
+    return list(outputs)

@@ -1,0 +1,64 @@
+"""How leaves are cut into blocks and gathered into calls: plain Python, the same on any machine."""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Final
+
+# Threads of a warpgroup, in which Mosaic GPU computes: a block is a multiple of it.
+WARPGROUP: Final = 128
+# Elements of a block, the largest first. On a Hopper GPU those from 512 to 2048 run at one rate.
+BLOCKS: Final = (2048, 1024, 512, 256, 128)
+# Elements up to which launching a kernel takes longer than what the kernel does.
+SMALL: Final = 1 << 16
+# Leaves of a call: each adds to what has to be compiled.
+GROUP: Final = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """A leaf as rows of blocks, and a rest.
+
+    Attributes:
+      rows: Rows, each with a factor of its own.
+      blocks: Blocks of a row.
+      block: Elements of a block.
+      rest: Elements at the end that fill no block; 0 where there are several rows.
+    """
+
+    rows: int
+    blocks: int
+    block: int
+    rest: int
+
+    @property
+    def covered(self) -> int:
+        """Elements that lie in blocks."""
+        return self.rows * self.blocks * self.block
+
+
+def tile(size: int, rows: int = 1) -> Tiling | None:
+    """The tiling of `size` elements in `rows` equal rows; None if rows do not end with a block."""
+    if size == 0:
+        return Tiling(rows, 0, BLOCKS[0], 0)
+    length = size // rows
+    for block in BLOCKS:
+        blocks, rest = divmod(length, block)
+        # A rest of some percent is not worth smaller blocks.
+        if rest == 0 or (rows == 1 and (64 * rest <= length or block == WARPGROUP)):
+            return Tiling(rows, blocks, block, rest)
+    return None
+
+
+def group(keys: Sequence[Hashable], sizes: Sequence[int]) -> list[list[int]]:
+    """Indices of leaves gathered into calls: small leaves of the same key share one.
+
+    Calls of the same key and number of leaves are one program, compiled once.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for i, key in enumerate(keys):
+        members.setdefault(key, []).append(i)
+    calls = []
+    for indices in members.values():
+        length = GROUP if sizes[indices[0]] <= SMALL else 1
+        calls += [indices[i : i + length] for i in range(0, len(indices), length)]
+    return calls
