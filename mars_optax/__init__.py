@@ -4,6 +4,7 @@ from mars_optax._src.describe import Description as Description
 from mars_optax._src.describe import LeafDescription as LeafDescription
 from mars_optax._src.describe import describe as describe
 from mars_optax._src.diagnose import diagnose as diagnose
+from mars_optax._src.fused import fused_step as fused_step
 from mars_optax._src.links import CorrectGradientsState as CorrectGradientsState
 from mars_optax._src.links import clip_by_leaf_norm as clip_by_leaf_norm
 from mars_optax._src.links import correct_gradients as correct_gradients

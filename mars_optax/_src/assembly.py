@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from mars_optax._src import checks, partition, previous, run, types
+from mars_optax._src import checks, fused, partition, previous, run, types
+from mars_optax._src.kernels import execute
 from mars_optax._src.leaf import precision
 
 
@@ -15,6 +16,17 @@ class PreviousParamsState(NamedTuple):
 
     prev_params: optax.Params  # dtype=the parameter's
     inner_state: optax.OptState
+
+
+class Optimizer(optax.GradientTransformationExtraArgs):
+    """An optimizer that can also make the new parameters itself.
+
+    Attributes:
+      step: ``(updates, state, params, extra_args) -> (new parameters, new state)``; None in one
+        that cannot, or was made anew of another's `init` and `update`.
+    """
+
+    step: Callable[..., tuple[Any, Any]] | None = None
 
 
 def optimizer(
@@ -30,7 +42,8 @@ def optimizer(
     mask: types.Mask | None,
     weight_dimension_numbers: types.WeightDimensionNumbers,
     default: partition.DefaultRule,
-) -> optax.GradientTransformationExtraArgs:
+    implementation: types.Implementation | None = "xla",
+) -> Optimizer:
     """Gives matrices and vectors their rule, their decay and their learning rate.
 
     Args:
@@ -47,6 +60,7 @@ def optimizer(
       mask: Which leaves decay, as in :func:`optax.adamw`.
       weight_dimension_numbers: Which leaves are matrices, and their axes.
       default: That rule by a leaf's rank, where `weight_dimension_numbers` is None.
+      implementation: What executes the rules, see :func:`execute.elementwise`.
     """
     checks.scalar_or_schedule("learning_rate", learning_rate)
     checks.scalar_or_schedule("weight_decay", weight_decay)
@@ -66,40 +80,38 @@ def optimizer(
     inner_correction = previous.HANDED_OVER if hands_over else correction
     vector = None if vector_rule is None else vector_rule(correction=inner_correction)
 
-    def chain_for(tree: Any) -> optax.GradientTransformationExtraArgs:
-        """The optimizer of a tree of these shapes: rules by name and masks see it as a whole."""
-        decay_mask = mask
-        # The placeholder of `optax.tree.map_params` has no leaves, and is its own mask.
-        if checks.is_tree_function(mask):
-            decay_mask = mask(tree) if jax.tree.leaves(tree) else tree
+    def chains_for(tree: Any) -> tuple[dict[str, fused.Chain], Any]:
+        """The rules for a tree of these shapes, and which leaf has which."""
 
-        def finished(
-            rule: optax.GradientTransformation, rate: Any, decay: Any
-        ) -> optax.GradientTransformationExtraArgs:
-            return optax.chain(
-                rule,
-                optax.add_decayed_weights(decay, decay_mask),
-                optax.scale_by_learning_rate(rate),
-            )
-
-        def matrix(numbers: Any) -> optax.GradientTransformationExtraArgs:
+        def matrix(numbers: Any) -> fused.Chain:
             rule = matrix_rule(weight_dimension_numbers=numbers, correction=inner_correction)
-            return finished(rule, learning_rate, weight_decay)
+            return fused.Chain(rule, learning_rate, weight_decay)
 
         if vector is None:
-            return matrix(weight_dimension_numbers)
+            return {"matrix": matrix(weight_dimension_numbers)}, None
         axes = partition.resolve_axes(weight_dimension_numbers, tree, default)
         labels = jax.tree.map(lambda a: "matrix" if a.is_matrix else "vector", axes)
         matrix_numbers = jax.tree.map(
             lambda a: a.dimension_numbers if a.is_matrix else optax.MaskedNode(), axes
         )
-        rules = {
-            "matrix": matrix(matrix_numbers),
-            "vector": finished(vector, learning_rate_1d, weight_decay_1d),
-        }
+        vectors = fused.Chain(vector, learning_rate_1d, weight_decay_1d)
+        return {"matrix": matrix(matrix_numbers), "vector": vectors}, labels
+
+    def decay_mask_for(tree: Any) -> Any:
+        # The placeholder of `optax.tree.map_params` has no leaves, and is its own mask.
+        if checks.is_tree_function(mask):
+            return mask(tree) if jax.tree.leaves(tree) else tree
+        return mask
+
+    def chain_for(tree: Any) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of a tree of these shapes: rules by name and masks see it as a whole."""
+        chains, labels = chains_for(tree)
+        links = {label: chain.link(decay_mask_for(tree)) for label, chain in chains.items()}
+        if labels is None:
+            return links["matrix"]
         # A tree of labels that can be called (Equinox) would be taken for a function. Each group
         # gets its part of `prev_grad`, where that is handed over.
-        return optax.partition(rules, lambda _: labels, mask_compatible_extra_args=hands_over)
+        return optax.partition(links, lambda _: labels, mask_compatible_extra_args=hands_over)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = chain_for(params).init(params)
@@ -133,4 +145,21 @@ def optimizer(
             new_state = PreviousParamsState(prev_params, new_state)
         return run.narrow(direction, like), new_state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def step_fn(
+        updates: optax.Updates, state: Any, params: optax.Params, extra_args: Any
+    ) -> tuple[optax.Params, optax.OptState]:
+        if implementation == "xla" or (implementation is None and not execute.kernels_pay()):
+            updates, state = update_fn(updates, state, params, **extra_args)
+            return optax.apply_updates(params, updates), state
+        checks.gradient_shapes(updates, params)
+        chains, labels = chains_for(updates)
+        decays = fused.decays_of(decay_mask_for(updates), params)
+        arguments = (updates, state, params, decays, extra_args)
+        if labels is None:
+            return chains["matrix"].step(*arguments)
+        return fused.step_partition(chains, labels, *arguments)
+
+    result = Optimizer(init_fn, update_fn)
+    if not hands_over:
+        result.step = step_fn
+    return result

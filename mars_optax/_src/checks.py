@@ -130,16 +130,6 @@ def recursive_dtype(name: str, value: Any) -> jnp.dtype | None:
     return dtype
 
 
-def xla_only(implementation: Any) -> None:
-    """What executes the steps: so far XLA alone."""
-    choice("implementation", implementation, (None, "xla", "pallas"))
-    if implementation == "pallas":
-        raise NotImplementedError(
-            "`implementation`: there is no Pallas kernel in this version. Pass 'xla', or None to "
-            "take what there is."
-        )
-
-
 def keeps_prev_grad(keep_prev_grad: bool, conflict: str, instead: str) -> None:
     """Raises where a setting needs the previous gradient, and there is to be none."""
     if not keep_prev_grad:

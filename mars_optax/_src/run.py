@@ -1,5 +1,6 @@
-"""How a variant's step is executed: leaf by leaf, widened on entry and narrowed on exit."""
+"""How a variant's step is executed: on every leaf, widened on entry and narrowed on exit."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,12 +8,50 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import trees
+from mars_optax._src import trees, types
+from mars_optax._src.kernels import execute
 from mars_optax._src.leaf import clipping, correction, precision
 
 # (grad, prev_grad, clip, *moments, **scalars) -> (direction, *moments), all elementwise. What a
 # setting leaves out is None: the previous gradient, the clip's factor, a moment.
 Step = Callable[..., tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """What makes new parameters of directions: decay, learning rate, and adding the update.
+
+    Attributes:
+      params: The parameters.
+      scale: Minus the learning rate.
+      decay: The weight decay.
+      decays: A tree of bools, which parameters decay.
+    """
+
+    params: Any
+    scale: jax.Array
+    decay: jax.Array
+    decays: Any
+
+    def tree(self, directions: Any) -> Any:
+        """The new parameters."""
+        return jax.tree.map(
+            lambda u, p, decays: finished(u, p, self.scale, self.decay if decays else None),
+            directions,
+            self.params,
+            self.decays,
+        )
+
+
+def finished(direction: Any, param: Any, scale: Any, decay: Any) -> jax.Array:
+    """A new parameter, in its own dtype: the update is rounded to it, and so is the sum."""
+    wide = precision.widen(param)
+    if decay is not None:
+        direction = direction + decay * wide
+    update = (scale * direction).astype(param.dtype)
+    # As :func:`optax.apply_updates` adds: in low precision the same as rounding the exact sum.
+    result: jax.Array = (wide + precision.widen(update)).astype(param.dtype)
+    return result
 
 
 def run_step(
@@ -24,6 +63,8 @@ def run_step(
     coefficient: Any,
     max_norm: Any,
     axes: Any,
+    implementation: types.Implementation | None,
+    finish: Finish | None = None,
     **scalars: Any,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Runs `step` on every leaf.
@@ -38,43 +79,67 @@ def run_step(
       coefficient: That of the correction.
       max_norm: The bound on each matrix's corrected gradient, or None.
       axes: Each leaf's `Axes`, over which its norm is taken.
+      implementation: What executes it, see :func:`execute.elementwise`.
+      finish: If given, what follows the step, and is executed with it.
       **scalars: Hyperparameters that the step takes besides `coefficient`.
 
     Returns:
-      The directions in at least float32, which :func:`narrow` gives the dtype of the gradients, and
-      the new moments in the dtypes of the old ones.
+      The directions in at least float32, which :func:`narrow` gives the dtype of the gradients, or
+      the new parameters; and the new moments in the dtypes of the old ones.
     """
+    scalars = {"coefficient": coefficient, **scalars}
+    # Python numbers are exact, and constants of a program; arrays are its operands.
+    constants = {k: x for k, x in scalars.items() if isinstance(x, bool | int | float)}
+    arrays = {k: jnp.asarray(x) for k, x in scalars.items() if k not in constants}
+    values = list(arrays.values()) + ([] if finish is None else [finish.scale, finish.decay])
+    has_prev, kept = prev_grad is not None, [moment is not None for moment in moments]
 
-    def on_leaf(grad: Any, prev: Any, leaf_axes: Any, *leaf_moments: Any) -> tuple[Any, ...]:
-        present = [x for x in (grad, prev, *leaf_moments) if x is not None]
+    def fn_of(decays: bool) -> execute.Elementwise:
+        def fn(operands: Any, clip: Any, values: Any) -> tuple[Any, ...]:
+            dtype = precision.compute_dtype(*operands)
+            rest = iter(operands)
+            grad = precision.widen(next(rest), dtype)
+            prev = precision.widen(next(rest), dtype) if has_prev else None
+            old = [precision.widen(next(rest), dtype) if is_kept else None for is_kept in kept]
+            values = [precision.widen_scalar(x, dtype) for x in values]
+            named = dict(zip(arrays, values, strict=False))
+            direction, *new = step(grad, prev, clip, *old, **named, **constants)
+            if finish is not None:
+                scale, decay = values[len(named) :]
+                direction = finished(direction, next(rest), scale, decay if decays else None)
+            return direction, *(x for x, is_kept in zip(new, kept, strict=True) if is_kept)
+
+        return fn
+
+    def leaf_of(grad: Any, prev: Any, param: Any, leaf_axes: Any, *old: Any) -> execute.Leaf:
+        present = [jnp.asarray(x) for x in (grad, prev, *old, param) if x is not None]
         dtype = precision.compute_dtype(*present)
-
-        def wide(x: Any) -> Any:
-            return None if x is None else precision.widen(x, dtype)
-
-        grad, prev, k = wide(grad), wide(prev), precision.widen_scalar(coefficient, dtype)
-        clip = None
+        wide, clip = precision.widen(grad, dtype), None
         if max_norm is not None:
-            c = correction.corrected_gradient(grad, prev, k)
-            bound = precision.widen_scalar(max_norm, dtype)
+            wide_prev = None if prev is None else precision.widen(prev, dtype)
+            k, bound = (precision.widen_scalar(x, dtype) for x in (coefficient, max_norm))
+            c = correction.corrected_gradient(wide, wide_prev, k)
             clip = clipping.clip_factor(c, bound, leaf_axes.of_one_norm)
-        direction, *new_moments = step(
-            grad,
-            prev,
-            clip,
-            *map(wide, leaf_moments),
-            coefficient=k,
-            **{name: precision.widen_scalar(value, dtype) for name, value in scalars.items()},
-        )
-        stored = (
-            None if old is None else new.astype(old.dtype)
-            for old, new in zip(leaf_moments, new_moments, strict=True)
-        )
-        return direction, *stored
+        first = wide.dtype if param is None else present[-1].dtype
+        out_dtypes = (first, *(x.dtype for x in old if x is not None))
+        # The moments, and the parameter, are written over what they were.
+        begin = 1 + has_prev
+        aliases = {1 + i: begin + i for i in range(len(out_dtypes) - 1)}
+        if param is not None:
+            aliases[0] = len(present) - 1
+        return execute.Leaf(tuple(present), clip, out_dtypes, aliases)
 
-    direction, *new_moments = trees.map_unzip(
-        on_leaf, (updates, prev_grad, axes, *moments), (updates, *moments)
-    )
+    params, all_decays = (None, None) if finish is None else (finish.params, finish.decays)
+    table = trees.rows((updates, prev_grad, params, axes, *moments, all_decays))
+    outputs: list[Any] = [None] * len(table)
+    for decays in (False, True):
+        mine = [i for i, row in enumerate(table) if bool(row[-1]) is decays]
+        leaves = [leaf_of(*table[i][:-1]) for i in mine]
+        results = execute.elementwise(fn_of(decays), leaves, values, implementation)
+        for i, (direction, *new) in zip(mine, results, strict=True):
+            rest = iter(new)
+            outputs[i] = (direction, *(next(rest) if is_kept else None for is_kept in kept))
+    direction, *new_moments = trees.unzip(outputs, (updates, *moments))
     return direction, tuple(new_moments)
 
 

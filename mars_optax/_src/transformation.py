@@ -10,6 +10,17 @@ import optax
 from mars_optax._src import checks, partition, previous, run, types
 
 
+class Rule(optax.GradientTransformationExtraArgs):
+    """A transformation that can also make new parameters, by what follows the directions.
+
+    Attributes:
+      step: ``(updates, state, finish, extra_args) -> (new parameters, new state)``; None in one
+        that was made anew of another's `init` and `update`.
+    """
+
+    step: Callable[..., tuple[Any, Any]] | None = None
+
+
 def variance_reduced(  # noqa: D417 (the others are told of where users read)
     name: str,
     state_type: Callable[..., Any],
@@ -27,7 +38,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
     weight_dimension_numbers: types.WeightDimensionNumbers,
     implementation: types.Implementation | None,
     matrix_directions: Callable[[Any, Any], Any] | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Rule:
     """Builds a variant's transformation.
 
     The arguments not told of here are those of the same name of the public functions.
@@ -45,7 +56,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
     checks.max_norm(max_norm)
     if correction is not previous.HANDED_OVER:
         checks.choice("correction", correction, ("approx", "exact", "none"))
-    checks.xla_only(implementation)
+    checks.choice("implementation", implementation, (None, "xla", "pallas"))
     checks.flag("keep_prev_grad", keep_prev_grad)
     if max_norm is not None:
         checks.keeps_prev_grad(keep_prev_grad, f"`max_norm`={max_norm!r}", "None")
@@ -75,14 +86,20 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
             **{moment: zeros(params) for moment, zeros in moments.items()},
         )
 
-    def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
+    def advance(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None,
+        extra_args: Mapping[str, Any],
+        implementation: types.Implementation | None,
+        finish: run.Finish | None = None,
+    ) -> tuple[Any, Any]:
+        """The directions, or with `finish` the new parameters, and the new state."""
         checks.gradient_shapes(updates, getattr(state, next(iter(moments))))
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         form = {} if keep_prev_grad else {"next_gamma": source.gamma_at(count)}
-        direction, new_moments = run.run_step(
+        result, new_moments = run.run_step(
             step,
             updates,
             source.gradients(updates, state, params, extra_args),
@@ -90,16 +107,35 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
             coefficient=source.coefficient(state.count),
             max_norm=max_norm,
             axes=axes,
+            implementation=implementation,
+            finish=None if is_matrix_rule else finish,
             **scalars(count),
             **form,
         )
         if matrix_directions is not None:
-            direction = matrix_directions(direction, axes)
+            result = matrix_directions(result, axes)
+            result = result if finish is None else finish.tree(result)
         new_state = state_type(
             count=count,
             **source.advance(updates, state, params),
             **dict(zip(moments, new_moments, strict=True)),
         )
-        return run.narrow(direction, updates), new_state
+        return result, new_state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        # Fused with what follows in the user's program, XLA moves fewer bytes than a kernel.
+        executed_by = implementation or "xla"
+        direction, state = advance(updates, state, params, extra_args, executed_by)
+        return run.narrow(direction, updates), state
+
+    def step_fn(
+        updates: optax.Updates, state: Any, finish: run.Finish, extra_args: Mapping[str, Any]
+    ) -> tuple[optax.Params, Any]:
+        return advance(updates, state, finish.params, extra_args, implementation, finish)
+
+    rule = Rule(init_fn, update_fn)
+    # By contract a tuple of two functions: a third one is an attribute.
+    rule.step = step_fn
+    return rule

@@ -26,8 +26,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "leaf.quantization",
     ),
     ("checks", "trees", "types"),
-    ("partition",),
+    ("partition", "kernels.rewrite", "kernels.shards", "kernels.tiling"),
+    ("kernels.mosaic_gpu", "kernels.mosaic_tpu"),
+    ("kernels.execute",),
     ("previous", "run"),
+    ("fused",),
     ("assembly", "describe", "links", "orthogonalize", "states", "transformation"),
     (
         "diagnose",

@@ -1,0 +1,203 @@
+"""One call for the update and its application: the same result, by XLA and by kernels."""
+
+import os
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+
+import mars_optax
+from mars_optax._src.kernels import execute
+from tests import registry
+from tests.support import trees
+
+interpreted = mock.patch.dict(os.environ, {"MARS_OPTAX_PALLAS_INTERPRET": "1"})
+
+# Leaves with blocks and rests of blocks, and so many small ones of a size that they share a kernel.
+SHAPES = {
+    "embed": (37, 64),
+    "layers": [{"kernel": (64, 64), "bias": (128,)} for _ in range(9)],
+    "stack": (3, 16, 64),
+    "scale": (),
+    "tail": (301,),
+    "empty": (0, 4),
+}
+_STACKED = optax.contrib.MuonDimensionNumbers(1, 2)
+
+
+def _tree(seed: int, dtype: str = "float32", scale: float = 1.0) -> Any:
+    rng = np.random.default_rng(seed)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    make = lambda shape: jnp.asarray(scale * rng.standard_normal(shape), dtype)  # noqa: E731
+    return jax.tree.map(make, SHAPES, is_leaf=is_shape)
+
+
+def _numbers(params: Any) -> Any:
+    def of(path: Any, leaf: Any) -> Any:
+        if leaf.ndim == 3:
+            return _STACKED
+        return optax.contrib.MuonDimensionNumbers() if leaf.ndim == 2 else None
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def _by_two_calls(tx: Any, grads: Any, state: Any, params: Any) -> Any:
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def _train(tx: Any, step: Any, dtype: str = "float32", steps: int = 3) -> Any:
+    params = _tree(0, dtype)
+    state = tx.init(params)
+    step = jax.jit(step)
+    for i in range(steps):
+        params, state = step(_tree(i + 1, dtype, 0.3), state, params)
+    return params, state
+
+
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mars": (mars_optax.mars, {}),
+    "amsgrad": (mars_optax.mars, {"amsgrad": True, "optimize_1d": True, "weight_decay": 0.1}),
+    "no_clip": (mars_optax.mars, {"max_norm": None, "gamma": lambda count: 0.02 + 0.01 * count}),
+    "schedules": (
+        mars_optax.mars,
+        {"learning_rate": lambda n: 0.1 / (1 + n), "weight_decay": lambda n: 0.1 / (1 + n)},
+    ),
+    "memory_free": (
+        mars_optax.mars,
+        {"keep_prev_grad": False, "max_norm": None, "second_moment": "gradient"},
+    ),
+    "bf16_state": (
+        mars_optax.mars,
+        {"mu_dtype": "bfloat16", "nu_dtype": "bfloat16", "prev_grad_dtype": "bfloat16"},
+    ),
+    "float8": (mars_optax.mars, {"prev_grad_dtype": "float8_e4m3fn"}),
+    "mask": (mars_optax.mars, {"mask": lambda p: jax.tree.map(lambda x: x.ndim > 1, p)}),
+    "lion": (mars_optax.mars_lion, {"weight_decay": 0.1}),
+    "shampoo": (mars_optax.mars_shampoo, {"ns_dtype": "float32"}),
+    "mars_m": (mars_optax.mars_m, {"ns_dtype": "float32"}),
+}
+
+
+def make(name: str, **kwargs: Any) -> Any:
+    """The optimizer of one row of `VARIANTS`."""
+    factory, options = VARIANTS[name]
+    options = {"learning_rate": 0.05, "weight_dimension_numbers": _numbers, **options, **kwargs}
+    return factory(**options)
+
+
+class FusedStepTest(parameterized.TestCase):
+    @parameterized.parameters(*VARIANTS)
+    @interpreted
+    def test_kernels_make_the_parameters_and_state_of_two_calls(self, name: str):
+        tx = make(name, implementation="xla")
+        expected = _train(tx, lambda *args: _by_two_calls(tx, *args))
+        tx = make(name, implementation="pallas")
+        actual = _train(tx, lambda *args: mars_optax.fused_step(tx, *args))
+        trees.assert_same_types(actual, expected)
+        # Sums are contracted differently in other programs; Newton-Schulz amplifies that.
+        tolerance = 1e-4 if name in ("shampoo", "mars_m") else 2e-6
+        trees.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+    @parameterized.parameters("mars", "lion", "mars_m")
+    @interpreted
+    def test_kernels_make_the_updates(self, name: str):
+        tx = make(name, implementation="xla")
+        expected = _train(tx, lambda *args: _by_two_calls(tx, *args))
+        tx = make(name, implementation="pallas")
+        actual = _train(tx, lambda *args: _by_two_calls(tx, *args))
+        trees.assert_same_types(actual, expected)
+        tolerance = 1e-4 if name == "mars_m" else 2e-6  # as above
+        trees.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+    @interpreted
+    def test_bfloat16_parameters_are_rounded_as_by_two_calls(self):
+        tx = make("mars", implementation="xla")
+        expected = _train(tx, lambda *args: _by_two_calls(tx, *args), "bfloat16", steps=1)
+        tx = make("mars", implementation="pallas")
+        actual = _train(tx, lambda *args: mars_optax.fused_step(tx, *args), "bfloat16", steps=1)
+        trees.assert_same_types(actual, expected)
+        # One unit in the last place of bfloat16, where the float32 sums differ before rounding.
+        trees.assert_close(actual, expected, rtol=2.0**-7, atol=1e-6)
+        same = [np.mean(np.asarray(x) == np.asarray(y)) for x, y in _pairs(actual, expected)]
+        self.assertGreater(min(same), 0.99)
+
+    def test_what_is_chosen_where_kernels_pay(self):
+        """As on one Hopper GPU, with the interpreter in the place of the GPU."""
+        tx = make("mars", implementation="xla")
+        expected = _train(tx, lambda *args: _by_two_calls(tx, *args))
+        tx = make("mars")
+        with interpreted, mock.patch.object(execute, "kernels_pay", lambda: True):
+            actual = _train(tx, lambda *args: mars_optax.fused_step(tx, *args))
+            text = str(
+                jax.make_jaxpr(lambda *a: mars_optax.fused_step(tx, *a))(
+                    _tree(1), tx.init(_tree(0)), _tree(0)
+                )
+            )
+        trees.assert_same_types(actual, expected)
+        trees.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
+        # Eight of the nine biases share one kernel, all else is left to XLA.
+        self.assertEqual(text.count("pallas_call["), 1)
+
+    def test_by_default_it_is_two_calls_and_without_kernels(self):
+        tx = make("mars")
+        step = lambda *args: mars_optax.fused_step(tx, *args)  # noqa: E731
+        arguments = (_tree(1), tx.init(_tree(0)), _tree(0))
+        self.assertNotIn("pallas", str(jax.make_jaxpr(step)(*arguments)))
+        trees.assert_equal(step(*arguments), _by_two_calls(tx, *arguments))
+
+    @parameterized.named_parameters(*registry.select("optimizer"))
+    def test_every_optimizer_has_it(self, entry: registry.Entry):
+        tx, params = entry.make(), entry.params()
+        state = tx.init(params)
+        actual = mars_optax.fused_step(tx, entry.grads(), state, params)
+        trees.assert_equal(actual, _by_two_calls(tx, entry.grads(), state, params))
+
+    def test_optax_and_its_wrappers_have_it(self):
+        inner = mars_optax.mars(0.1, implementation="xla")
+        chain = optax.chain(optax.clip_by_global_norm(1.0), inner)
+        for tx in (optax.adam(0.1), chain, optax.with_extra_args_support(optax.sgd(0.1))):
+            params, grads = {"x": jnp.ones((2, 3))}, {"x": jnp.full((2, 3), 0.5)}
+            actual = mars_optax.fused_step(tx, grads, tx.init(params), params)
+            trees.assert_equal(actual, _by_two_calls(tx, grads, tx.init(params), params))
+
+    def test_exact_mode_gets_its_function(self):
+        tx = mars_optax.mars(0.1, correction="exact")
+        params = {"x": jnp.ones((2, 3)), "b": jnp.ones(3)}
+        grads = jax.tree.map(lambda p: 0.5 * p, params)
+        grad_fn = lambda p: jax.tree.map(lambda x: 0.5 * x, p)  # noqa: E731
+        state = tx.init(params)
+        actual = mars_optax.fused_step(tx, grads, state, params, grad_fn=grad_fn)
+        updates, new_state = tx.update(grads, state, params, grad_fn=grad_fn)
+        trees.assert_equal(actual, (optax.apply_updates(params, updates), new_state))
+
+    def test_no_parameters_is_an_error_that_says_so(self):
+        tx = mars_optax.mars(0.1, weight_decay_1d=0.0)
+        state = tx.init({"x": jnp.ones(3)})
+        with self.assertRaisesRegex(ValueError, r"`params`: expected the parameters, got None"):
+            mars_optax.fused_step(tx, {"x": jnp.ones(3)}, state, None)
+
+    @interpreted
+    def test_parameters_and_state_are_donated(self):
+        tx = make("mars", implementation="pallas")
+        params = _tree(0)
+        step = jax.jit(
+            lambda grads, state, params: mars_optax.fused_step(tx, grads, state, params),
+            donate_argnums=(1, 2),
+        )
+        params, state = step(_tree(1), tx.init(params), params)
+        params, state = step(_tree(2), state, params)
+        self.assertTrue(np.isfinite(np.asarray(params["embed"])).all())
+
+
+def _pairs(actual: Any, expected: Any) -> list[tuple[Any, Any]]:
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    return [(x, y) for x, y in pairs if x.size]
+
+
+if __name__ == "__main__":
+    absltest.main()
