@@ -18,7 +18,7 @@ class PreviousParamsState(NamedTuple):
     inner_state: optax.OptState
 
 
-class Optimizer(optax.GradientTransformationExtraArgs):
+class Optimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     """An optimizer that can also make the new parameters itself.
 
     Attributes:

@@ -10,7 +10,7 @@ import optax
 from mars_optax._src import checks, partition, previous, run, types
 
 
-class Rule(optax.GradientTransformationExtraArgs):
+class Rule(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     """A transformation that can also make new parameters, by what follows the directions.
 
     Attributes:

@@ -262,7 +262,8 @@ def _on_gpu(
             ends = [_by_xla(of_block, x.slice(tiles.covered), tuple(table)) for x in mine]
             # Kernels overwrite their operands: without an order the compiler would copy those.
             operands = [x.operands for x in mine]
-            ends, operands = jax.lax.optimization_barrier((ends, operands))
+            in_order: Any = jax.lax.optimization_barrier
+            ends, operands = in_order((ends, operands))
             mine = [dataclasses.replace(x, operands=y) for x, y in zip(mine, operands, strict=True)]
         if not tiles.covered:
             results.update(zip(indices, ends, strict=True))
@@ -319,7 +320,7 @@ def _factor_last(fn: Elementwise) -> Elementwise:
 
 
 # Its compilation is the refusal: which platform a program is for is not known before.
-_refused_p: Final = Primitive("mars_optax_kernels")
+_refused_p: Final[Any] = Primitive("mars_optax_kernels")
 _refused_p.multiple_results = True
 _refused_p.def_abstract_eval(lambda *avals: list(avals))
 

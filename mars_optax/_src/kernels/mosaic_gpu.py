@@ -47,7 +47,7 @@ def call(
     has_factor = leaves[0][1] is not None
     stride = n_operands + has_factor
     if not interpret:
-        fn = rewrite.rewritten(fn)
+        fn = rewrite.rewritten(fn, rewrite.GPU)
 
     def body(where: Callable[[int], Any], *refs: Any) -> None:
         scalars_ref, refs = refs[0], refs[_HEADER:]
@@ -78,7 +78,8 @@ def call(
         for i in range(len(leaves))
         for out, operand in aliases.items()
     }
-    shapes = [jax.ShapeDtypeStruct((size,), d) for _ in leaves for d in out_dtypes]
+    struct: Any = jax.ShapeDtypeStruct
+    shapes = [struct((size,), dtype) for _ in leaves for dtype in out_dtypes]
     launch = _launch_interpreted if interpret else _launch
     results = launch(body, (len(leaves), tiles.rows, tiles.blocks), operands, shapes, targets)
     return [tuple(results[i * n_outputs : (i + 1) * n_outputs]) for i in range(len(leaves))]
@@ -138,5 +139,6 @@ def _launch_interpreted(
         out_specs=(anywhere,) * len(shapes),
         input_output_aliases={operand: out for out, operand in targets.items()},
         interpret=True,
+        name="mars_step",
     )(*operands)
     return list(outputs)

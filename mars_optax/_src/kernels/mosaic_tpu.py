@@ -7,6 +7,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from mars_optax._src.kernels import rewrite
+
 # The largest block, in rows and columns. Ten of them in float32, twice because they are loaded
 # ahead, are 10 MiB of the 16 MiB of vector memory.
 _ROWS: Final = 256
@@ -37,6 +39,7 @@ def call(
     Returns:
       The outputs, in the shape of the operands.
     """
+    fn = rewrite.rewritten(fn, rewrite.TPU)
     shape = operands[0].shape
     parts = 1 if factors is None else factors.size
     columns = shape[-1] if shape else 1
@@ -57,9 +60,10 @@ def call(
             ref[...] = value.astype(dtype)
 
     spec = pl.BlockSpec(block, lambda *indices: indices)
+    struct: Any = jax.ShapeDtypeStruct
     results = pl.pallas_call(
         body,
-        out_shape=tuple(jax.ShapeDtypeStruct(view, dtype) for dtype in out_dtypes),
+        out_shape=tuple(struct(view, dtype) for dtype in out_dtypes),
         grid=grid,
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(scalar_operands)
         + [spec] * len(operands),

@@ -1,25 +1,28 @@
-"""Replaces operations that Mosaic GPU does not have by ones that it has."""
+"""Replaces operations that Mosaic does not have by ones that it has."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jax_core
 
+# By the name of the primitive, what it is replaced by.
+Rules = Mapping[str, Callable[..., jax.Array]]
 
-def rewritten(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with integer powers as products, and roots by :func:`jax.lax.rsqrt` where needed."""
+
+def rewritten(fn: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
+    """`fn` with some of its operations replaced."""
 
     def wrapped(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        outputs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        outputs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), rules)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     return wrapped
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rules: Rules) -> list[Any]:
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
 
@@ -30,9 +33,9 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
         inputs = [read(atom) for atom in eqn.invars]
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if inner is not None:
-            outputs = _evaluate(inner.jaxpr, inner.consts, inputs)
-        elif eqn.primitive.name in _RULES:
-            outputs = [_RULES[eqn.primitive.name](*inputs, **eqn.params)]
+            outputs = _evaluate(inner.jaxpr, inner.consts, inputs, rules)
+        elif eqn.primitive.name in rules:
+            outputs = [rules[eqn.primitive.name](*inputs, **eqn.params)]
         else:
             outputs = eqn.primitive.bind(*inputs, **eqn.params)
             outputs = outputs if eqn.primitive.multiple_results else [outputs]
@@ -40,7 +43,8 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _integer_pow(x: jax.Array, *, y: int) -> jax.Array:
+def integer_pow(x: jax.Array, *, y: int) -> jax.Array:
+    """Powers from the first on as products."""
     if y < 1:
         return jax.lax.integer_pow(x, y)
     result = x
@@ -49,12 +53,22 @@ def _integer_pow(x: jax.Array, *, y: int) -> jax.Array:
     return result
 
 
-def _sqrt(x: jax.Array, **unused: Any) -> jax.Array:
+def sqrt(x: jax.Array, **unused: Any) -> jax.Array:
+    """A root by way of its inverse."""
     # Where x rsqrt(x) is 0 times infinity, the root is x itself.
     is_fixed = (x == 0) | (x == jnp.inf)
     return jnp.where(is_fixed, x, x * jax.lax.rsqrt(jnp.where(is_fixed, 1.0, x)))
 
 
-_RULES: dict[str, Callable[..., jax.Array]] = {"integer_pow": _integer_pow}
-if jax.__version_info__ < (0, 11):
-    _RULES["sqrt"] = _sqrt
+def sign(x: jax.Array) -> jax.Array:
+    """A sign by comparisons; that of 0 and of NaN is itself."""
+    return jnp.where(x > 0, 1.0, jnp.where(x < 0, -1.0, x)).astype(x.dtype)
+
+
+# Mosaic GPU has squares among the powers, and roots since JAX 0.11.
+GPU: Final[Rules] = {
+    "integer_pow": integer_pow,
+    **({"sqrt": sqrt} if jax.__version_info__ < (0, 11) else {}),
+}
+# Mosaic TPU lowers a sign only where there is a TPU, which a program can be made without.
+TPU: Final[Rules] = {"sign": sign}

@@ -1,0 +1,13 @@
+"""Meshes of eight CPU devices, which tests/conftest.py asks for."""
+
+import jax
+from absl.testing import absltest
+from jax.sharding import AxisType
+
+
+def mesh(axis_type: AxisType, shape: tuple[int, int] = (4, 2)) -> jax.sharding.Mesh:
+    """A mesh with the axes "x" and "y" of one type."""
+    devices = jax.devices("cpu")
+    if len(devices) < 8:
+        raise absltest.SkipTest("needs eight CPU devices")
+    return jax.make_mesh(shape, ("x", "y"), axis_types=(axis_type,) * 2, devices=devices[:8])
