@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -100,30 +101,35 @@ def _launch(
 ) -> list[jax.Array]:
     """Runs `body` on a GPU; an aliased output is the reference of its operand."""
     fresh = [i for i in range(len(shapes)) if i not in targets]
-    overwritten = {operand: out for out, operand in targets.items()}
-    arguments = [jax.new_ref(x) if i in overwritten else x for i, x in enumerate(operands)]
 
     def kernel(*refs: Any) -> None:
         inputs, outputs = refs[: len(operands)], refs[len(operands) :]
-        targets_of = {**{out: inputs[operand] for out, operand in targets.items()}}
-        targets_of.update(zip(fresh, outputs, strict=True))
-        body(
-            lambda axis: jax.lax.axis_index(_AXES[axis]),
-            *inputs,
-            *(targets_of[i] for i in range(len(shapes))),
-        )
+        of = {out: inputs[operand] for out, operand in targets.items()}
+        of.update(zip(fresh, outputs, strict=True))
+        where = [jax.lax.axis_index(name) for name in _AXES]
+        body(where.__getitem__, *inputs, *(of[i] for i in range(len(shapes))))
 
-    mesh = plgpu.Mesh(grid=grid, grid_names=_AXES)
-    outputs = pl.kernel(
+    run = pl.kernel(
         kernel,
         out_type=tuple(shapes[i] for i in fresh),
-        mesh=mesh,
+        mesh=plgpu.Mesh(grid=grid, grid_names=_AXES),
         compiler_params=plgpu.CompilerParams(),
         name="mars_step",
-    )(*arguments)
-    results: dict[int, jax.Array] = dict(zip(fresh, outputs, strict=True))
-    results.update({out: jax.freeze(arguments[operand]) for out, operand in targets.items()})
-    return [results[i] for i in range(len(shapes))]
+    )
+
+    def on_references(refs: Any) -> None:
+        arguments = list(operands)
+        for out, operand in targets.items():
+            arguments[operand] = refs[out]
+        for out, value in zip(fresh, run(*arguments), strict=True):
+            refs[out][...] = value
+
+    # The references end here: derivatives and batching could not pass through them.
+    initial = [
+        operands[targets[i]] if i in targets else jnp.zeros(shape.shape, shape.dtype)
+        for i, shape in enumerate(shapes)
+    ]
+    return list(pl.run_state(on_references)(initial))
 
 
 def _launch_interpreted(
