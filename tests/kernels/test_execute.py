@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 from typing import Any
 from unittest import mock
 
@@ -16,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 from mars_optax._src.kernels import execute, mosaic_tpu, rewrite, tiling
 from mars_optax._src.leaf.momentum import momentum_step
 from mars_optax._src.variants.adamw import adamw_step
-from tests.kernels.test_fused_step import interpreted
-from tests.support import meshes, trees
+from tests.support import interpreter, meshes, trees
 
 _SCALARS = (0.05, 0.01, 1e-3)
 
@@ -85,13 +83,13 @@ _SIZES = (0, 1, 7, 127, 128, 129, 5000, 50257 * 3)
 
 
 class KernelsTest(parameterized.TestCase):
-    @interpreted
+    @interpreter.elsewhere()
     def test_any_size(self):
         leaves = [_leaf((size,), (1,) if size % 2 else None) for size in _SIZES]
         # The programs differ in what is contracted to one rounding.
         trees.assert_close(_run(leaves, "pallas"), _run(leaves, "xla"), rtol=3e-7, atol=3e-7)
 
-    @interpreted
+    @interpreter.elsewhere()
     def test_any_shape_and_factor(self):
         cases = [
             ((), ()),
@@ -112,7 +110,7 @@ class KernelsTest(parameterized.TestCase):
         ("bfloat16", "bfloat16", "float32", "float32", "bfloat16"),
         ("float16", "float32", "bfloat16", "float32", "float16"),
     )
-    @interpreted
+    @interpreter.elsewhere()
     def test_any_mix_of_dtypes(self, *dtypes: str):
         leaves = [_leaf((640,), None, dtypes), _leaf((37, 64), (1, 1), dtypes)]
         actual, expected = _run(leaves, "pallas"), _run(leaves, "xla")
@@ -120,12 +118,12 @@ class KernelsTest(parameterized.TestCase):
         # A last place of the narrowest dtype, where sums differ before they are rounded.
         trees.assert_close(actual, expected, rtol=2.0**-7, atol=1e-6)
 
-    @interpreted
+    @interpreter.elsewhere()
     def test_many_leaves_of_a_size_share_calls_and_keep_their_values(self):
         leaves = [_leaf((384,), None, seed=i) for i in range(19)]
         trees.assert_close(_run(leaves, "pallas"), _run(leaves, "xla"), rtol=3e-7, atol=3e-7)
 
-    @interpreted
+    @interpreter.elsewhere()
     def test_nan_and_inf_stay_in_their_elements(self):
         leaf = _leaf((300,), (1,))
         grad = leaf.operands[0].at[5].set(jnp.nan).at[140].set(jnp.inf).at[299].set(-jnp.inf)
@@ -136,7 +134,7 @@ class KernelsTest(parameterized.TestCase):
         self.assertTrue(np.isfinite(np.delete(np.asarray(actual[0][0]), [5, 140, 299])).all())
 
     @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
-    @interpreted
+    @interpreter.always()
     def test_on_a_mesh_each_device_works_on_its_shards(self, axis_type: AxisType):
         cases = [
             ((64, 128), P("x", "y"), (1, 1), P(None, None)),
@@ -177,7 +175,7 @@ class KernelsTest(parameterized.TestCase):
                 self.assertTrue(x.sharding.is_equivalent_to(wanted, x.ndim), str(x.sharding))
         trees.assert_close(actual, expected, rtol=3e-7, atol=3e-7)
 
-    @interpreted
+    @interpreter.always()
     def test_in_a_shard_map_of_the_users(self):
         mesh = meshes.mesh(AxisType.Auto)
         leaf = _leaf((64, 128))
@@ -195,7 +193,7 @@ class KernelsTest(parameterized.TestCase):
         actual = jax.jit(mapped)(*leaf.operands)
         trees.assert_close([actual], _run([leaf], "xla"), rtol=3e-7, atol=3e-7)
 
-    @interpreted
+    @interpreter.elsewhere()
     def test_under_vmap_and_derivatives(self):
         leaves = [_leaf((256,)), _leaf((2, 150), (1, 1))]
         data = [(leaf.operands, leaf.factor) for leaf in leaves]
@@ -217,7 +215,7 @@ class KernelsTest(parameterized.TestCase):
             actual, expected = transformed("pallas")(argument), transformed("xla")(argument)
             trees.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # sums of many derivatives
 
-    @interpreted
+    @interpreter.elsewhere()
     def test_hyperparameters_that_change_compile_once(self):
         leaf = _leaf((512,))
         traced = []
@@ -363,7 +361,7 @@ class RefusalTest(parameterized.TestCase):
             _run([_leaf((256,))], "pallas")
 
     @parameterized.parameters("float64", "complex64")
-    @interpreted
+    @interpreter.always()
     def test_dtypes_that_kernels_do_not_have(self, dtype: str):
         with trees.float64():
             leaf = _leaf((256,), None, (dtype,) * 3 + ("float32", dtype))
@@ -375,7 +373,7 @@ class RefusalTest(parameterized.TestCase):
         with (
             mock.patch.object(jax, "default_backend", return_value="gpu"),
             mock.patch.object(jax, "devices", return_value=[device]),
-            mock.patch.dict(os.environ, {"MARS_OPTAX_PALLAS_INTERPRET": "0"}),
+            interpreter.never(),
         ):
             self.assertFalse(execute.kernels_pay())
             with self.assertRaisesRegex(NotImplementedError, r"needs a Hopper GPU .* has 8\.0"):
@@ -401,7 +399,7 @@ class DefectsTest(parameterized.TestCase):
         leaf = _leaf((size,), (1,), dtypes.get("dtypes", ("float32",) * 5))
         return leaf, _run([leaf], "pallas")[0]
 
-    @interpreted
+    @interpreter.elsewhere()
     def test_the_previous_gradient_is_not_overwritten(self):
         leaf = _leaf((1000,), (1,))
         before = [np.array(x) for x in leaf.operands[:2]]
@@ -409,7 +407,7 @@ class DefectsTest(parameterized.TestCase):
         for x, old in zip(leaf.operands[:2], before, strict=True):
             np.testing.assert_array_equal(x, old)
 
-    @interpreted
+    @interpreter.elsewhere()
     def test_the_root_and_both_bias_corrections_are_there(self):
         leaf, (param, mu, nu) = self._outputs()
         g, prev, m, v, p = (np.asarray(x, np.float64) for x in leaf.operands)
@@ -420,14 +418,14 @@ class DefectsTest(parameterized.TestCase):
         np.testing.assert_allclose(nu, v, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(param, expected, rtol=1e-5, atol=1e-6)
 
-    @interpreted
+    @interpreter.elsewhere()
     def test_the_tail_is_written(self):
         leaf, (param, mu, _) = self._outputs(size=1000)
         self.assertGreater(tiling.tile(1000).rest, 0)
         self.assertFalse(np.any(np.asarray(param) == np.asarray(leaf.operands[4])))
         self.assertFalse(np.any(np.asarray(mu) == np.asarray(leaf.operands[2])))
 
-    @interpreted
+    @interpreter.elsewhere()
     def test_a_low_precision_update_is_not_lost(self):
         dtypes = ("bfloat16", "bfloat16", "float32", "float32", "bfloat16")
         leaf, (param, mu, _) = self._outputs(dtypes=dtypes)

@@ -1,6 +1,5 @@
 """One call for the update and its application: the same result, by XLA and by kernels."""
 
-import os
 from typing import Any
 from unittest import mock
 
@@ -13,11 +12,7 @@ from absl.testing import absltest, parameterized
 import mars_optax
 from mars_optax._src.kernels import execute
 from tests import registry
-from tests.support import trees
-
-# On a GPU the kernels themselves.
-_IS_GPU = jax.default_backend() == "gpu"
-interpreted = mock.patch.dict(os.environ, {} if _IS_GPU else {"MARS_OPTAX_PALLAS_INTERPRET": "1"})
+from tests.support import interpreter, trees
 
 # Leaves with blocks and rests of blocks, and so many small ones of a size that they share a kernel.
 SHAPES = {
@@ -61,6 +56,9 @@ def _train(tx: Any, step: Any, dtype: str = "float32", steps: int = 3) -> Any:
     return params, state
 
 
+_IS_GPU = jax.default_backend() == "gpu"
+_NS = {"ns_dtype": "float32", "ns_precision": "highest"}
+_NS_NAMES = ("shampoo", "mars_m")
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mars": (mars_optax.mars, {}),
     "amsgrad": (mars_optax.mars, {"amsgrad": True, "optimize_1d": True, "weight_decay": 0.1}),
@@ -80,9 +78,17 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "float8": (mars_optax.mars, {"prev_grad_dtype": "float8_e4m3fn"}),
     "mask": (mars_optax.mars, {"mask": lambda p: jax.tree.map(lambda x: x.ndim > 1, p)}),
     "lion": (mars_optax.mars_lion, {"weight_decay": 0.1}),
-    "shampoo": (mars_optax.mars_shampoo, {"ns_dtype": "float32"}),
-    "mars_m": (mars_optax.mars_m, {"ns_dtype": "float32"}),
+    "shampoo": (mars_optax.mars_shampoo, _NS),
+    "mars_m": (mars_optax.mars_m, _NS),
 }
+# Programs differ in which sums are contracted to one rounding; Newton-Schulz amplifies that, and
+# a sum near the middle between two numbers of a low storage precision goes to the one or the other.
+_TOLERANCES = {"shampoo": 1e-4, "mars_m": 1e-4, "bf16_state": 1e-2, "float8": 1e-2}
+
+
+def _tolerance(name: str) -> float:
+    # On CPUs both programs contract alike.
+    return _TOLERANCES.get(name, 2e-6) if name in _NS_NAMES or _IS_GPU else 2e-6
 
 
 def make(name: str, **kwargs: Any) -> Any:
@@ -94,29 +100,28 @@ def make(name: str, **kwargs: Any) -> Any:
 
 class FusedStepTest(parameterized.TestCase):
     @parameterized.parameters(*VARIANTS)
-    @interpreted
+    @interpreter.elsewhere()
     def test_kernels_make_the_parameters_and_state_of_two_calls(self, name: str):
         tx = make(name, implementation="xla")
         expected = _train(tx, lambda *args: _by_two_calls(tx, *args))
         tx = make(name, implementation="pallas")
         actual = _train(tx, lambda *args: mars_optax.fused_step(tx, *args))
         trees.assert_same_types(actual, expected)
-        # Sums are contracted differently in other programs; Newton-Schulz amplifies that.
-        tolerance = 1e-4 if name in ("shampoo", "mars_m") else 2e-6
+        tolerance = _tolerance(name)
         trees.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
     @parameterized.parameters("mars", "lion", "mars_m")
-    @interpreted
+    @interpreter.elsewhere()
     def test_kernels_make_the_updates(self, name: str):
         tx = make(name, implementation="xla")
         expected = _train(tx, lambda *args: _by_two_calls(tx, *args))
         tx = make(name, implementation="pallas")
         actual = _train(tx, lambda *args: _by_two_calls(tx, *args))
         trees.assert_same_types(actual, expected)
-        tolerance = 1e-4 if name == "mars_m" else 2e-6  # as above
+        tolerance = _tolerance(name)
         trees.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
-    @interpreted
+    @interpreter.elsewhere()
     def test_bfloat16_parameters_are_rounded_as_by_two_calls(self):
         tx = make("mars", implementation="xla")
         expected = _train(tx, lambda *args: _by_two_calls(tx, *args), "bfloat16", steps=1)
@@ -133,7 +138,7 @@ class FusedStepTest(parameterized.TestCase):
         tx = make("mars", implementation="xla")
         expected = _train(tx, lambda *args: _by_two_calls(tx, *args))
         tx = make("mars")
-        with interpreted, mock.patch.object(execute, "kernels_pay", return_value=True):
+        with interpreter.elsewhere(), mock.patch.object(execute, "kernels_pay", return_value=True):
             actual = _train(tx, lambda *args: mars_optax.fused_step(tx, *args))
             arguments = (_tree(1), tx.init(_tree(0)), _tree(0))
             jaxpr = jax.make_jaxpr(lambda *args: mars_optax.fused_step(tx, *args))(*arguments)
@@ -142,11 +147,12 @@ class FusedStepTest(parameterized.TestCase):
         # Eight of the nine biases share one kernel, all else is left to XLA.
         self.assertEqual(str(jaxpr).count("name=mars_step"), 1)
 
-    def test_by_default_it_is_two_calls_and_without_kernels(self):
+    @mock.patch.object(execute, "kernels_pay", return_value=False)
+    def test_by_default_it_is_two_calls_and_without_kernels(self, _):
         tx = make("mars")
         step = lambda *args: mars_optax.fused_step(tx, *args)  # noqa: E731
         arguments = (_tree(1), tx.init(_tree(0)), _tree(0))
-        self.assertNotIn("pallas", str(jax.make_jaxpr(step)(*arguments)))
+        self.assertNotIn("mars_step", str(jax.make_jaxpr(step)(*arguments)))
         trees.assert_equal(step(*arguments), _by_two_calls(tx, *arguments))
 
     @parameterized.named_parameters(*registry.select("optimizer"))
@@ -180,7 +186,7 @@ class FusedStepTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, r"`params`: expected the parameters, got None"):
             mars_optax.fused_step(tx, {"x": jnp.ones(3)}, state, None)
 
-    @interpreted
+    @interpreter.elsewhere()
     def test_parameters_and_state_are_donated(self):
         tx = make("mars", implementation="pallas")
         params = _tree(0)
