@@ -147,8 +147,8 @@ class FusedStepTest(parameterized.TestCase):
         # Eight of the nine biases share one kernel, all else is left to XLA.
         self.assertEqual(str(jaxpr).count("name=mars_step"), 1)
 
-    @mock.patch.object(execute, "kernels_pay", return_value=False)
-    def test_by_default_it_is_two_calls_and_without_kernels(self, _):
+    def test_by_default_it_is_two_calls_and_without_kernels(self):
+        self.enter_context(mock.patch.object(execute, "kernels_pay", return_value=False))
         tx = make("mars")
         step = lambda *args: mars_optax.fused_step(tx, *args)  # noqa: E731
         arguments = (_tree(1), tx.init(_tree(0)), _tree(0))
