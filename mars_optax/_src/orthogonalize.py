@@ -1,13 +1,14 @@
 """Newton-Schulz on leaves: matrices of any layout, and what the matrix variants ask of it."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mars_optax._src import checks, partition, types
+from mars_optax._src import checks, partition, stacks, trees, types
 from mars_optax._src.leaf import newton_schulz, precision
 
 
@@ -45,44 +46,34 @@ class Orthogonalization:
             )
         object.__setattr__(self, "dtype", checks.float_dtype(f"{self.prefix}dtype", self.dtype))
 
-    def __call__(self, x: jax.Array, axes: partition.Axes) -> jax.Array:
-        """Orthogonalizes each matrix of a leaf."""
-        sharding = jax.typeof(x).sharding
-        is_explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-        if is_explicit:
-            # Products of explicitly sharded matrices want to be told the sharding of every result:
-            # gather each matrix once, not in every iteration.
-            x = _reshard(x, sharding.mesh, _whole_matrices(sharding.spec, axes))
-        stack = axes.to_stack(x)
+    def __call__(
+        self, leaves: Sequence[jax.Array], axes: Sequence[partition.Axes]
+    ) -> list[jax.Array]:
+        """Orthogonalizes each matrix of some leaves."""
         if self.fn is not None:
-            result = self.fn(stack)
-            checks.newton_schulz_result(stack, result)
-        else:
-            result = newton_schulz.newton_schulz(
-                stack,
-                self.coeffs,
+            return [self._by_user(self.fn, x, a) for x, a in zip(leaves, axes, strict=True)]
+        iterates = stacks.map_stacks(
+            functools.partial(
+                newton_schulz.iterated,
+                coeffs=self.coeffs,
                 steps=self.steps,
-                dtype=self.dtype,
-                eps=self.eps,
                 matmul_precision=self.precision,
-            )
-        result = axes.from_stack(result, x.shape)
-        return _reshard(result, sharding.mesh, sharding.spec) if is_explicit else result
+            ),
+            [self._normalized(x, a) for x, a in zip(leaves, axes, strict=True)],
+            axes,
+        )
+        return [y.astype(x.dtype) for x, y in zip(leaves, iterates, strict=True)]
 
+    def _normalized(self, x: jax.Array, axes: partition.Axes) -> jax.Array:
+        return newton_schulz.normalized(x, axes.of_one_norm, eps=self.eps, dtype=self.dtype)
 
-def _reshard(x: jax.Array, mesh: Any, spec: jax.sharding.PartitionSpec) -> jax.Array:
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    result: jax.Array = jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call]
-    return result
-
-
-def _whole_matrices(
-    spec: jax.sharding.PartitionSpec, axes: partition.Axes
-) -> jax.sharding.PartitionSpec:
-    """The sharding with each matrix on one device: that of a single batch axis stays."""
-    kept = axes.batch if len(axes.batch) == 1 else ()
-    parts = (part if i in kept else None for i, part in enumerate(spec))
-    return jax.sharding.PartitionSpec(*parts)  # type: ignore[no-untyped-call]
+    @staticmethod
+    def _by_user(fn: types.NewtonSchulzFn, x: jax.Array, axes: partition.Axes) -> jax.Array:
+        """The user's function gets the stack of each leaf, in the orientation declared."""
+        stack = axes.to_stack(stacks.whole(x))
+        result = fn(stack)
+        checks.newton_schulz_result(stack, result)
+        return stacks.laid_out(axes.from_stack(result, x.shape), x)
 
 
 def matrix_directions(
@@ -96,13 +87,17 @@ def matrix_directions(
       divisor: What the momenta are divided by before, if anything.
     """
 
-    def on_leaf(momentum: jax.Array, axes: partition.Axes) -> jax.Array:
-        if divisor is not None:
-            momentum = momentum / precision.widen_scalar(divisor, precision.compute_dtype(momentum))
-        return orthogonalization(momentum, axes) * factor(*axes.fans(momentum.shape))
+    def divided(momentum: jax.Array) -> jax.Array:
+        if divisor is None:
+            return momentum
+        return momentum / precision.widen_scalar(divisor, precision.compute_dtype(momentum))
 
     def directions(momenta: Any, axes: Any) -> Any:
-        return jax.tree.map(on_leaf, momenta, axes)
+        leaves, treedef = jax.tree.leaves(momenta), jax.tree.structure(momenta)
+        _, leaf_axes = zip(*trees.rows((momenta, axes)), strict=True) if leaves else ((), ())
+        results = orthogonalization([divided(x) for x in leaves], leaf_axes)
+        scaled = (y * factor(*a.fans(y.shape)) for y, a in zip(results, leaf_axes, strict=True))
+        return jax.tree.unflatten(treedef, scaled)
 
     return directions
 
@@ -177,4 +172,4 @@ def orthogonalize(
     checks.inexact_leaves(x)
     axes = partition.resolve_axes(weight_dimension_numbers, x, partition.matrix_at_rank_2)
     partition.require_matrices(axes, x, "orthogonalize")
-    return options(x, axes)
+    return options([x], [axes])[0]

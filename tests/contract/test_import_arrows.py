@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partition", "kernels.rewrite", "kernels.shards", "kernels.tiling"),
     ("kernels.mosaic_gpu", "kernels.mosaic_tpu"),
     ("kernels.execute",),
-    ("previous", "run"),
+    ("previous", "run", "stacks"),
     ("fused",),
     ("assembly", "describe", "links", "orthogonalize", "states", "transformation"),
     (

@@ -36,77 +36,70 @@ PRESETS: Final[dict[str, tuple[Triple, ...]]] = {
 }
 
 
-def newton_schulz(
-    x: jax.Array,
-    coeffs: Sequence[Triple] | jax.Array,
-    *,
-    steps: Any = 5,
-    dtype: Any = "bfloat16",
-    eps: Any = 1e-7,
-    matmul_precision: jax.lax.PrecisionLike = None,
-) -> jax.Array:
-    """Pushes the singular values of each matrix of the stack `x` (..., m, n) towards 1.
+# Up to so many steps are written out, more are a loop: a step of a loop copies what it carries.
+_UNROLLED: Final = 10
 
-    X_0 = X / (||X||_F + eps), then `steps` times X <- a X + (b A + c A A) X with A = X X^T, in
-    `dtype`; on the transpose where m > n, so that A is the smaller of the two Gram matrices. The
-    Frobenius norm is taken in at least float32, and the polynomial's sums too.
 
-    The order of the products is that of the reference's `mars_m.py`; `mars.py` groups them as
-    (a X + b A X) + c A (A X), which is the same in exact arithmetic and costs another product of
-    the full shape.
-    """
+def normalized(x: jax.Array, axes: tuple[int, ...], *, eps: Any, dtype: Any) -> jax.Array:
+    """X / (||X||_F + eps) in `dtype`; the norm over `axes` is taken before, in at least float32."""
     real = precision.compute_dtype(x)
     wide = precision.widen(x, real)
-    is_tall = x.shape[-2] > x.shape[-1]
-    if is_tall:
-        wide = jnp.swapaxes(wide, -2, -1)
-    squares = jnp.sum(jnp.real(wide * jnp.conj(wide)), axis=(-2, -1), keepdims=True)
+    squares = jnp.sum(jnp.real(wide * jnp.conj(wide)), axis=axes, keepdims=True)
     # A square root has no derivative at 0.
     norm = jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
     norm = norm + precision.widen_scalar(eps, real)
     # With eps = 0 a matrix of zeros stays one.
-    iterate = wide / jnp.where(norm > 0, norm, 1)
+    result = wide / jnp.where(norm > 0, norm, 1)
     # There is no complex number of lower precision than complex64.
-    if not jnp.iscomplexobj(x):
-        iterate = iterate.astype(precision.available(dtype))
-    table = jnp.asarray(coeffs, precision.compute_dtype(iterate))
-    iterate = _run_steps(iterate, table, steps, matmul_precision)
-    if is_tall:
-        iterate = jnp.swapaxes(iterate, -2, -1)
-    return iterate.astype(x.dtype)
+    return result if jnp.iscomplexobj(x) else result.astype(precision.available(dtype))
+
+
+def iterated(
+    x: jax.Array,
+    coeffs: Sequence[Triple] | jax.Array,
+    *,
+    steps: Any,
+    matmul_precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
+    """`steps` times X <- (a I + b A + c A A) X with A = X X^H, for matrices with m <= n.
+
+    The polynomial is summed in at least float32 and rounded to the dtype of `x`. The references add
+    a X to the product instead, `mars_m.py` in this order, `mars.py` as (a X + b A X) + c A (A X):
+    in exact arithmetic all are the same. With a on the diagonal of the small matrix, a step is
+    three products of matrices and nothing else of the full shape.
+    """
+    if isinstance(steps, np.integer):
+        steps = int(steps)
+    run = _known_steps if isinstance(steps, int) else _any_steps
+    table = jnp.asarray(coeffs, precision.compute_dtype(x))
+    result: jax.Array = run(x, table, steps=steps, matmul_precision=matmul_precision)
+    return result
 
 
 def _steps(
     x: jax.Array, table: jax.Array, steps: Any, matmul_precision: jax.lax.PrecisionLike
 ) -> jax.Array:
-    def body(i: jax.Array, x: jax.Array) -> jax.Array:
+    identity = jnp.eye(x.shape[-2], dtype=precision.compute_dtype(x))
+
+    def step(i: Any, x: jax.Array) -> jax.Array:
         a, b, c = table[jnp.minimum(i, len(table) - 1)]
         gram = jnp.matmul(x, jnp.conj(jnp.swapaxes(x, -2, -1)), precision=matmul_precision)
         gram_squared = jnp.matmul(gram, gram, precision=matmul_precision)
-        polynomial = (b * precision.widen(gram) + c * precision.widen(gram_squared)).astype(x.dtype)
-        product = jnp.matmul(polynomial, x, precision=matmul_precision)
-        total: jax.Array = a * precision.widen(x) + precision.widen(product)
-        return total.astype(x.dtype)
+        polynomial = a * identity + b * precision.widen(gram) + c * precision.widen(gram_squared)
+        return jnp.matmul(polynomial.astype(x.dtype), x, precision=matmul_precision)
 
-    # A rolled loop: unrolled, XLA keeps the intermediates of all steps at once.
-    result: jax.Array = jax.lax.fori_loop(0, steps, body, x)
+    if isinstance(steps, int) and steps <= _UNROLLED:
+        for i in range(steps):
+            x = step(i, x)
+        return x
+    result: jax.Array = jax.lax.fori_loop(0, steps, step, x)
     return result
 
 
-# Compiled here, an eager call finds its loop in the cache, which knows functions by identity. A
-# number of steps that is known makes a loop that can be differentiated in reverse.
+# Compiled here, an eager call finds its program in the cache, which knows functions by identity. A
+# number of steps that is known makes one that can be differentiated in reverse.
 _known_steps = jax.jit(_steps, static_argnames=("steps", "matmul_precision"))
 _any_steps = jax.jit(_steps, static_argnames=("matmul_precision",))
-
-
-def _run_steps(
-    x: jax.Array, table: jax.Array, steps: Any, matmul_precision: jax.lax.PrecisionLike
-) -> jax.Array:
-    if isinstance(steps, np.integer):
-        steps = int(steps)
-    run = _known_steps if isinstance(steps, int) else _any_steps
-    result: jax.Array = run(x, table, steps=steps, matmul_precision=matmul_precision)
-    return result
 
 
 def spectral_factor(fan_in: int, fan_out: int) -> float:
