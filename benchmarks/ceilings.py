@@ -1,6 +1,5 @@
 """What the device does at most, measured: its copy bandwidth and its matrix products."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,15 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import timing
+
 
 def _best_seconds(run: Callable[[], Any], repeats: int) -> float:
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - began)
-    return min(times)
+    timing.wait(run())
+    return min(timing.milliseconds(run) for _ in range(repeats)) / 1000
 
 
 def copy_bandwidth(size: int, *, steps: int = 50, repeats: int = 5) -> float:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax.contrib
 
 MuonDimensionNumbers = optax.contrib.MuonDimensionNumbers
@@ -71,8 +70,8 @@ def step_bytes(params: Any, state: Any, *, clipped: bool) -> int:
     ==========================================  ====================================  ==
 
     Leaves under a vector rule are counted by their own state. Of Newton-Schulz only the operations
-    are counted, by :func:`newton_schulz_flops`, not the matrices that go in and out. Step counts
-    (integers) are not counted.
+    are counted, by :func:`newton_schulz_flops`, not the matrices that go in and out. What a state
+    has beside its trees over the parameters, such as the step count, is not counted.
 
     Args:
       params: tree of parameters, concrete or abstract; gradients have the same dtypes.
@@ -87,8 +86,11 @@ def step_bytes(params: Any, state: Any, *, clipped: bool) -> int:
     total = sum(3 * _bytes(param) for param in by_index)
     found = previous_gradients(state, params)
     referenced = kept_by_reference(state, params)
-    for leaf, index, in_place in zip(jax.tree.leaves(state), found, referenced, strict=True):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    paths = {path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
+    lengths = {len(path) for path in paths}
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    for (path, leaf), index, in_place in zip(leaves, found, referenced, strict=True):
+        if not any(path[len(path) - length :] in paths for length in lengths):
             continue
         total += _bytes(leaf) * (2 if in_place is None else 1)
         if clipped and index is not None:

@@ -47,8 +47,8 @@ def shapes(model: str, layout: str) -> dict[str, Any]:
     sizes = MODELS[model]
     width = sizes.width
 
-    def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
+    def array(*shape: int) -> Any:
+        return jax.eval_shape(lambda: jnp.zeros(shape, jnp.float32))
 
     def norm(*leading: int) -> dict[str, Any]:
         return {"scale": array(*leading, width), "bias": array(*leading, width)}

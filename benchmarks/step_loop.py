@@ -1,7 +1,6 @@
 """Times an optimizer's step inside one compiled loop."""
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import floors, hlo
+from benchmarks import floors, hlo, timing
 
 # (gradients, state, parameters) -> (parameters, state)
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -76,9 +75,7 @@ def build_loop(step: Step, carry: Carry, steps: int) -> Callable[..., Any]:
 
     def loop(params: Any, carried: list[Any], grads: Any, outside: list[Any]) -> Any:
         def body(_: Any, values: Any) -> Any:
-            (params, carried), grads_, outside_ = jax.lax.optimization_barrier(
-                (values, grads, outside)
-            )
+            (params, carried), grads_, outside_ = _barrier((values, grads, outside))
             params, state = step(grads_, carry.whole(carried, outside_), params)
             return params, carry.carried(state)
 
@@ -87,8 +84,12 @@ def build_loop(step: Step, carry: Carry, steps: int) -> Callable[..., Any]:
     return loop
 
 
+def _barrier(values: Any) -> Any:
+    return jax.lax.optimization_barrier(values)  # type: ignore[no-untyped-call, unused-ignore]
+
+
 def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    return jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree))
 
 
 def compile_loop(
@@ -133,18 +134,6 @@ def compile_loop(
     return compiled, figures
 
 
-def timed(run: Callable[[], Any]) -> float:
-    """Returns the milliseconds of a call that waits for the device."""
-    began = time.perf_counter()
-    run()
-    return 1000 * (time.perf_counter() - began)
-
-
-def summary(times: list[float]) -> dict[str, float]:
-    """Returns median, smallest and largest of milliseconds."""
-    return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
-
-
 def require_finite(params: Any) -> None:
     """Raises a `FloatingPointError` where parameters have left the numbers: no step is like that.
 
@@ -183,11 +172,11 @@ def measure(
     # The previous gradients of the state itself are not used: nothing may hold them.
     del params, state
 
-    def run() -> None:
+    def run() -> list[Any]:
         values[:] = compiled(values[0], values[1], grads, outside)
-        jax.block_until_ready(values)
+        return values
 
-    run()
-    figures |= summary([timed(run) / steps for _ in range(repeats)])
+    timing.wait(run())
+    figures |= timing.summary([timing.milliseconds(run) / steps for _ in range(repeats)])
     require_finite(values[0])
     return figures

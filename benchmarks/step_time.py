@@ -10,8 +10,12 @@ From the root of the repository:
 There are a table on the screen and a JSON file, `--result`, which is written after every row.
 """
 
+import dataclasses
+import functools
 import gc
+import itertools
 import json
+import os
 import pathlib
 import re
 import sys
@@ -168,6 +172,31 @@ def _jax_row(
     return counted | measured
 
 
+def _torch_row(
+    name: str, host: dict[str, Any], backend: str, steps: int, repeats: int
+) -> dict[str, Any]:
+    """Measures one of PyTorch's optimizers."""
+    measured = torch_peers.measure(
+        name, host["params"], host["grads"], backend=backend, steps=steps, repeats=repeats
+    )
+    counted = {
+        "floor_bytes": torch_peers.step_bytes(name, host["params"]),
+        "newton_schulz_flops": 0,
+    }
+    return counted | measured
+
+
+def _torch_names(pattern: re.Pattern[str], backend: str) -> list[str]:
+    """Returns PyTorch's optimizers that can be measured, and logs why others cannot."""
+    names = []
+    for name in filter(pattern.fullmatch, torch_peers.NAMES):
+        if reason := torch_peers.absent(name, backend):
+            logging.info("%s is left out: %s.", name, reason)
+        else:
+            names.append(name)
+    return names
+
+
 def rows(
     models: Sequence[str],
     layouts: Sequence[str],
@@ -191,60 +220,33 @@ def rows(
       A row after the other, complete but for what `step_report.complete` adds.
     """
     backend = jax.default_backend()
-    for model in models:
-        for layout in layouts:
-            shapes = gpt2_shapes.shapes(model, layout)
-            parameters = gpt2_shapes.parameters(shapes)
-            steps = inner or default_inner(parameters, backend)
-            common = {
-                "model": model,
-                "layout": layout,
-                "parameters": parameters,
-                "leaves": len(jax.tree.leaves(shapes)),
-                "steps": steps,
-            }
-            host = {
-                name: gpt2_shapes.normal(shapes, scale, seed)
-                for seed, (name, scale) in enumerate(
-                    {"params": 0.02, "grads": 0.01, "prev_grads": 0.01}.items()
-                )
-            }
-            for name in torch_peers.NAMES if layout == "flat" else ():
-                if not pattern.fullmatch(name):
-                    continue
-                if reason := torch_peers.absent(name, backend):
-                    logging.info("%s is left out: %s.", name, reason)
-                    continue
-                yield guarded(
-                    {"name": name, **common},
-                    lambda name=name, host=host, shapes=shapes, steps=steps: {
-                        "floor_bytes": torch_peers.step_bytes(name, shapes),
-                        "newton_schulz_flops": 0,
-                        **torch_peers.measure(
-                            name,
-                            host["params"],
-                            host["grads"],
-                            backend=backend,
-                            steps=steps,
-                            repeats=repeats,
-                        ),
-                    },
-                )
-            on_device = {
-                **host,
-                **{
-                    name: jax.tree.map(jax.device_put, host[name])
-                    for name in ("grads", "prev_grads")
-                },
-            }
-            for candidate in _selected(pattern, implementations):
-                yield guarded(
-                    {"name": candidate.name, **common},
-                    lambda candidate=candidate, host=on_device, steps=steps: _jax_row(
-                        candidate, host, steps, repeats
-                    ),
-                )
-                gc.collect()
+    torch_names = _torch_names(pattern, backend)
+    for model, layout in itertools.product(models, layouts):
+        shapes = gpt2_shapes.shapes(model, layout)
+        parameters = gpt2_shapes.parameters(shapes)
+        steps = inner or default_inner(parameters, backend)
+        common = {
+            "model": model,
+            "layout": layout,
+            "parameters": parameters,
+            "leaves": len(jax.tree.leaves(shapes)),
+            "steps": steps,
+        }
+        scales = {"params": 0.02, "grads": 0.01, "prev_grads": 0.01}
+        host = {
+            name: gpt2_shapes.normal(shapes, scale, seed)
+            for seed, (name, scale) in enumerate(scales.items())
+        }
+        for name in torch_names if layout == "flat" else ():
+            measure = functools.partial(_torch_row, name, host, backend, steps, repeats)
+            yield guarded({"name": name, **common}, measure)
+        # The parameters are put there for each row anew: a row gives its buffers up.
+        for name in ("grads", "prev_grads"):
+            host[name] = jax.tree.map(jax.device_put, host[name])
+        for candidate in _selected(pattern, implementations):
+            measure = functools.partial(_jax_row, candidate, host, steps, repeats)
+            yield guarded({"name": candidate.name, **common}, measure)
+            gc.collect()
 
 
 def _work() -> train_step.Work:
@@ -291,6 +293,9 @@ def main(argv: Sequence[str]) -> None:
         if _PLOT.value:
             _draw(_PLOT.value)
             return
+        if torch_peers.installed():
+            # Before the first use of the device: by default JAX takes most of its memory.
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         default = "tiny" if jax.default_backend() == "cpu" else "small"
         models = _subset("models", _MODELS.value or [default], list(gpt2_shapes.MODELS))
         layouts = _subset("layouts", _LAYOUTS.value, gpt2_shapes.LAYOUTS)
@@ -317,7 +322,7 @@ def main(argv: Sequence[str]) -> None:
             "rows": pattern.pattern,
             "implementations": implementations,
             "repeats": _REPEATS.value,
-            "train_step": None if work is None else train_step.described(work),
+            "train_step": None if work is None else dataclasses.asdict(work),
         },
         "ceilings": ceilings.measure(),
         "rows": [],

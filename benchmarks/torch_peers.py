@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks import floors
-from benchmarks.step_loop import summary
+from benchmarks import floors, timing
 
 NAMES = ("torch_adamw_fused", "torch_adamw_foreach", "timm_mars")
 
@@ -24,6 +23,11 @@ class _State(NamedTuple):
 
 def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
+
+
+def installed() -> bool:
+    """Returns whether PyTorch is there."""
+    return _installed("torch")
 
 
 def absent(name: str, backend: str) -> str | None:
@@ -133,4 +137,4 @@ def measure(
             f"Expected finite parameters after the timed steps of {name}, got others. A step on "
             "such numbers may cost something else."
         )
-    return summary(times)
+    return timing.summary(times)

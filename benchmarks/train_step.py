@@ -11,9 +11,9 @@ import optax
 from absl import logging
 from flax import nnx
 
-from benchmarks import gpt, gpt2_shapes
+from benchmarks import gpt, gpt2_shapes, timing
 from benchmarks.step_candidates import Candidate
-from benchmarks.step_loop import require_finite, summary, timed
+from benchmarks.step_loop import require_finite
 
 # The least that an optimizer can do: what the others add to it is their price.
 BASELINE = Candidate("sgd", lambda params: optax.sgd(1e-4))
@@ -76,11 +76,17 @@ def attention_implementation(choice: str, backend: str) -> str:
         )
 
     try:
-        jax.block_until_ready(jax.jit(jax.grad(attend))(x))
+        timing.wait(jax.jit(jax.grad(attend))(x))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         logging.info("cuDNN's attention cannot be used, XLA's is: %s", error)
         return "xla"
     return "cudnn"
+
+
+def abstract_model(config: gpt.GPTConfig) -> tuple[Any, Any]:
+    """Returns a model as its graph and its abstract parameters."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))))
+    return graph, params
 
 
 def build_step(
@@ -119,11 +125,6 @@ def build_step(
     return transformation, train
 
 
-def described(work: Work) -> dict[str, Any]:
-    """Returns the work's settings as a dictionary."""
-    return dataclasses.asdict(work)
-
-
 def _failure(error: Exception) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
 
@@ -146,8 +147,7 @@ def measure(
       A row for each optimizer, the baseline first; one that fails has an "error" instead of
       figures.
     """
-    # One state for all: initializing on the device takes a compilation for each shape.
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: gpt.GPT(work.config, rngs=nnx.Rngs(0))))
+    graph, abstract = abstract_model(work.config)
     host = gpt2_shapes.normal(abstract, 0.02, seed=0)
     parameters = gpt2_shapes.parameters(abstract)
     rng = np.random.default_rng(0)
@@ -155,29 +155,33 @@ def measure(
     windows = jnp.asarray(rng.integers(work.config.vocabulary_size, size=shape), jnp.int32)
 
     rows: list[dict[str, Any]] = []
-    runs: dict[str, Callable[[], None]] = {}
+    runs: dict[str, Callable[[], Any]] = {}
     values: dict[str, list[Any]] = {}
     times: dict[str, list[float]] = {}
 
-    def prepare(candidate: Candidate) -> Callable[[], None]:
+    def prepare(candidate: Candidate) -> Callable[[], Any]:
         transformation, train = build_step(graph, candidate, abstract, work)
         params = jax.tree.map(jnp.array, host)
         carry = values[candidate.name] = [params, transformation.init(params)]
         compiled = jax.jit(train, donate_argnums=(0, 1)).lower(*carry, windows).compile()
 
-        def run() -> None:
+        def run() -> list[Any]:
             for _ in range(steps):
                 carry[:] = compiled(*carry, windows)
-            jax.block_until_ready(carry)
+            return carry
 
         return run
 
     for candidate in (BASELINE, *candidates):
-        row = {"name": candidate.name, "parameters": parameters, "tokens": work.tokens}
+        row: dict[str, Any] = {
+            "name": candidate.name,
+            "parameters": parameters,
+            "tokens": work.tokens,
+        }
         rows.append(row)
         try:
             run = prepare(candidate)
-            run()
+            timing.wait(run())
         # Out of memory comes as a RuntimeError; the others should still be measured.
         except Exception as error:
             logging.info("%s failed: %s", candidate.name, error)
@@ -187,10 +191,10 @@ def measure(
             runs[candidate.name] = run
     for _ in range(repeats):
         for name, run in runs.items():
-            times.setdefault(name, []).append(timed(run) / steps)
+            times.setdefault(name, []).append(timing.milliseconds(run) / steps)
     for row in rows:
         if row["name"] in times:
-            row |= summary(times[row["name"]])
+            row |= timing.summary(times[row["name"]])
             row["tokens_per_second"] = 1000 * work.tokens / row["ms"]
             row["model_flop_per_second"] = 1000 * work.model_flops(parameters) / row["ms"]
             try:
