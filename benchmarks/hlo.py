@@ -45,6 +45,12 @@ class Instruction:
         return match.group(1) if match else None
 
     @property
+    def trip_count(self) -> int | None:
+        """How often a loop runs, where the compiler knows."""
+        known = _TRIP_COUNT.search(self.rest)
+        return int(known.group(1)) if known else None
+
+    @property
     def arrays(self) -> list[int]:
         """The bytes of each array of the result."""
         return [_array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(self.type)]
@@ -59,11 +65,13 @@ class LoopReport:
         Those of an inner loop count as often as it runs.
       copied_bytes: result bytes of the copies among them.
       carried: number of arrays that the loop carries, its counter and its invariants included.
+      iterations: how often the loop runs, None where the compiler does not say.
     """
 
     kernels: int
     copied_bytes: int
     carried: int
+    iterations: int | None
 
 
 def _array_bytes(dtype: str, dims: str) -> int:
@@ -119,10 +127,9 @@ def _launched(
     """Yields what runs on the device, and how often, inner loops and calls included."""
     for instruction in computations[name]:
         if instruction.opcode == "while":
-            known = _TRIP_COUNT.search(instruction.rest)
             body = instruction.called("body")
             assert body is not None
-            yield from _launched(computations, body, times * int(known.group(1) if known else 1))
+            yield from _launched(computations, body, times * (instruction.trip_count or 1))
         elif instruction.opcode == "call" and (target := instruction.called("to_apply")):
             yield from _launched(computations, target, times)
         elif instruction.opcode not in _FREE:
@@ -174,4 +181,5 @@ def loop_report(text: str) -> LoopReport:
         kernels=sum(times for _, times in launched),
         copied_bytes=sum(times * _copied(computations, one) for one, times in launched),
         carried=len(loop.arrays),
+        iterations=loop.trip_count,
     )

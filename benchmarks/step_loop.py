@@ -121,13 +121,15 @@ def compile_loop(
     assert text is not None
     report = hlo.loop_report(text)
     memory = compiled.memory_analysis()
+    # A compiler may unroll the loop: its iterations are then fewer than the steps.
+    share = (report.iterations or steps) / steps
     arguments = 2 * len(jax.tree.leaves(params)) + len(carried) + len(outside)
     figures = {
         "trace_seconds": traced - began,
         "compile_seconds": done - traced,
         "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
-        "kernels": report.kernels,
-        "copied_bytes": report.copied_bytes,
+        "kernels": round(report.kernels * share),
+        "copied_bytes": round(report.copied_bytes * share),
         # The loop's counter is one more.
         "hoisted_arrays": max(0, report.carried - 1 - arguments),
     }
@@ -149,14 +151,21 @@ def require_finite(params: Any) -> None:
 
 
 def measure(
-    step: Step, params: Any, state: Any, grads: Any, prev_grads: Any, *, steps: int, repeats: int
+    step: Step,
+    params: Any,
+    init: Callable[[Any], Any],
+    grads: Any,
+    prev_grads: Any,
+    *,
+    steps: int,
+    repeats: int,
 ) -> dict[str, Any]:
     """Times a step, see :func:`build_loop` and :func:`compile_loop`.
 
     Args:
       step: the step.
       params: the parameters; their buffers are given up.
-      state: the optimizer's state; likewise.
+      init: makes the optimizer's state for them.
       grads: the gradients of every step.
       prev_grads: the previous gradients of every step.
       steps: number of steps in a call.
@@ -165,11 +174,12 @@ def measure(
     Returns:
       The figures.
     """
+    state = init(params)
     compiled, figures = compile_loop(step, params, state, steps)
     carry = Carry.of(state, params)
     outside = carry.outside(prev_grads)
     values = [params, carry.carried(state)]
-    # The previous gradients of the state itself are not used: nothing may hold them.
+    # The state's own previous gradients are not used: their memory is free.
     del params, state
 
     def run() -> list[Any]:

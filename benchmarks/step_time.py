@@ -152,7 +152,7 @@ def _jax_row(
     """Measures one of JAX's optimizers."""
     transformation = candidate.build(host["params"])
     params = jax.tree.map(jax.device_put, host["params"])
-    state = transformation.init(params)
+    state = jax.eval_shape(transformation.init, params)
     numbers = gpt2_shapes.dimension_numbers(host["params"], embeddings=False)
     counted = {
         "floor_bytes": floors.step_bytes(params, state, clipped=candidate.clipped),
@@ -163,7 +163,7 @@ def _jax_row(
     measured = step_loop.measure(
         candidate.step(transformation),
         params,
-        state,
+        transformation.init,
         host["grads"],
         host["prev_grads"],
         steps=steps,
