@@ -54,7 +54,6 @@ def _muon(params: Any) -> optax.GradientTransformation:
     return optax.contrib.muon(
         _LEARNING_RATE,
         weight_decay=_DECAY,
-        consistent_rms=0.2,
         muon_weight_dimension_numbers=gpt2_shapes.dimension_numbers(params, embeddings=False),
     )
 

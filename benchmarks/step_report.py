@@ -207,7 +207,9 @@ def plot(tree: Mapping[str, Any], path: pathlib.Path) -> None:
         ax.set_title(f"GPT-2 {model}, {layout}", fontsize=10)
         ax.grid(alpha=0.3, axis="x")
         ax.axvline(1.0, color="black", linewidth=0.8)
-    axes[0, 0].legend(fontsize=8)
+        # Room for the milliseconds behind the bars.
+        ax.set_xlim(0, 1.15 * max(1.0, *ends))
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     environment = tree["environment"]
     axes[-1, 0].set_xlabel(
         f"share of a step's time, {environment['device']}, JAX {environment['jax']}"
