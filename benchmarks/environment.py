@@ -26,8 +26,13 @@ def _commit() -> str:
     return answer.stdout.strip()
 
 
-def describe() -> dict[str, str | int]:
-    """Returns the device, the versions of the software, and the commit."""
+def describe(commit: str | None = None) -> dict[str, str | int]:
+    """Returns the device, the versions of the software, and the commit.
+
+    Args:
+      commit: what to record as the commit, where the code lies outside of its checkout; None asks
+        git.
+    """
     devices = jax.devices()
     packages = ("jax", "jaxlib", "optax", "flax", "numpy")
     return {
@@ -38,5 +43,5 @@ def describe() -> dict[str, str | int]:
         "python": platform.python_version(),
         **{package: importlib.metadata.version(package) for package in packages},
         "mars_optax": mars_optax.__version__,
-        "commit": _commit(),
+        "commit": commit or _commit(),
     }

@@ -157,7 +157,8 @@ def _loss_text(loss: float) -> str:
     return "diverged" if math.isinf(loss) else f"{loss:.4f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Lays out rows of cells as a table, the first row as its header."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -203,7 +204,7 @@ def table(summaries: Sequence[Summary]) -> str:
                 f"{summary.runs[0].state_bytes:,}",
             ]
         )
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def grid_table(summaries: Sequence[Summary]) -> str:
@@ -213,7 +214,7 @@ def grid_table(summaries: Sequence[Summary]) -> str:
     for summary in summaries:
         cells = (_loss_text(summary.grid[rate]) if rate in summary.grid else "" for rate in rates)
         rows.append([summary.optimizer, *cells])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def text(summaries: Sequence[Summary]) -> str:
@@ -312,14 +313,14 @@ def plot_measures(summaries: Sequence[Summary], path: pathlib.Path) -> bool:
     return True
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
     """Replaces what JSON lacks: a number that is not finite becomes null."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _jsonable(inner) for key, inner in value.items()}
+        return {key: jsonable(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(inner) for inner in value]
+        return [jsonable(inner) for inner in value]
     return value
 
 
@@ -353,7 +354,7 @@ def as_json(
         }
         for summary in summaries
     ]
-    tree: dict[str, Any] = _jsonable(
+    tree: dict[str, Any] = jsonable(
         {
             **record,
             "baseline": baseline.optimizer,

@@ -1,0 +1,78 @@
+"""What the device does at most, measured: its copy bandwidth and its matrix products."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import timing
+
+
+def _best_seconds(run: Callable[[], Any], repeats: int) -> float:
+    timing.wait(run())
+    return min(timing.milliseconds(run) for _ in range(repeats)) / 1000
+
+
+def copy_bandwidth(size: int, *, steps: int = 50, repeats: int = 5) -> float:
+    """Measures the bytes per second of passes that read and write an array.
+
+    Args:
+      size: bytes of the array; several times the caches.
+      steps: passes in a call.
+      repeats: calls; the fastest counts, as this is a ceiling.
+
+    Returns:
+      The larger of two: a pass in place inside a compiled loop, and copies to a new buffer.
+    """
+    x = jnp.ones(size // 4, jnp.float32)
+    # The factor is an operand: the compiler must not know what many passes come to.
+    in_place = jax.jit(
+        lambda x, factor: jax.lax.fori_loop(0, steps, lambda _, x: x * factor, x), donate_argnums=0
+    )
+    factor = jnp.float32(-1.0)
+    values = [x]
+
+    def passes() -> jax.Array:
+        values[0] = in_place(values[0], factor)
+        return values[0]
+
+    def copies() -> list[jax.Array]:
+        return [jnp.array(values[0], copy=True) for _ in range(8)]
+
+    return max(
+        2 * size * steps / _best_seconds(passes, repeats),
+        2 * size * 8 / _best_seconds(copies, repeats),
+    )
+
+
+def matmul_flops(edge: int, *, steps: int = 20, repeats: int = 5) -> float:
+    """Measures operations per second of products of square matrices in bfloat16.
+
+    Args:
+      edge: rows and columns.
+      steps: products in a call, each of the last result and a fixed factor.
+      repeats: calls; the fastest counts, as this is a ceiling.
+
+    Returns:
+      Multiplications and additions per second.
+    """
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(edge, edge)), jnp.bfloat16)
+    # Of this scale, the factor keeps the size of the numbers.
+    factor = jnp.asarray(rng.normal(scale=edge**-0.5, size=(edge, edge)), jnp.bfloat16)
+    loop = jax.jit(lambda x, y: jax.lax.fori_loop(0, steps, lambda _, x: x @ y, x))
+    return 2 * edge**3 * steps / _best_seconds(lambda: loop(x, factor), repeats)
+
+
+def measure() -> dict[str, float | int]:
+    """Measures both, at sizes for the device: a GiB and 8192, or small ones on a processor."""
+    on_cpu = jax.default_backend() == "cpu"
+    size, edge = (2**27, 512) if on_cpu else (2**30, 8192)
+    return {
+        "copy_bytes_per_second": copy_bandwidth(size, steps=10 if on_cpu else 50),
+        "copy_size_bytes": size,
+        "bfloat16_matmul_flop_per_second": matmul_flops(edge, steps=4 if on_cpu else 20),
+        "matmul_edge": edge,
+    }

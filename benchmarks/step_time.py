@@ -1,0 +1,369 @@
+r"""Times optimizer steps on the parameters of GPT-2, against what the device can do.
+
+From the root of the repository:
+
+    python -m benchmarks.step_time
+    python -m benchmarks.step_time --models=small,medium --layouts=flat --rows='adamw|mars'
+    python -m benchmarks.step_time --train_step --batch=480 --microbatch=16
+    python -m benchmarks.step_time --plot=benchmarks/results/step_time_cpu.json
+
+There are a table on the screen and a JSON file, `--result`, which is written after every row.
+"""
+
+import dataclasses
+import functools
+import gc
+import itertools
+import json
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+from jax.extend import backend as jax_backend
+
+from benchmarks import (
+    ceilings,
+    environment,
+    floors,
+    gpt,
+    gpt2_shapes,
+    report,
+    step_candidates,
+    step_loop,
+    step_report,
+    torch_peers,
+    train_step,
+)
+
+_MODELS = flags.DEFINE_list(
+    "models",
+    None,
+    f"Whose parameters, out of {', '.join(gpt2_shapes.MODELS)}; 'tiny' on a processor, else "
+    "'small'.",
+)
+_LAYOUTS = flags.DEFINE_list(
+    "layouts", list(gpt2_shapes.LAYOUTS), "A leaf for each layer, or one for all."
+)
+_ROWS = flags.DEFINE_string(
+    "rows",
+    None,
+    "Regular expression that the names of the optimizers match as a whole. The ratios need 'adamw' "
+    "and 'torch_adamw_fused'. By default all; with --train_step adamw, mars, mars_m and muon.",
+)
+_IMPLEMENTATIONS = flags.DEFINE_list(
+    "implementations",
+    ["default"],
+    f"Of ours, out of {', '.join(step_candidates.IMPLEMENTATIONS)}.",
+)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Measurements of each row.", lower_bound=1)
+_INNER = flags.DEFINE_integer(
+    "inner",
+    None,
+    "Steps in a measurement; by default fewer for larger models. With --train_step 4.",
+    lower_bound=2,
+)
+_RESULT = flags.DEFINE_string(
+    "result", None, "JSON file to write; benchmarks/results/step_time_DEVICE.json by default."
+)
+_COMMIT = flags.DEFINE_string("commit", None, "What to record as the commit; by default git says.")
+_PLOT = flags.DEFINE_list("plot", [], "Measure nothing: draw these JSON files, each beside it.")
+_TRAIN_STEP = flags.DEFINE_bool(
+    "train_step", False, "Time whole training steps of a GPT instead of optimizer steps."
+)
+_TRAIN_MODEL = flags.DEFINE_enum(
+    "train_model",
+    None,
+    list(gpt.SIZES),
+    "Size of that GPT; 'tiny' on a processor, else 'gpt2', which is GPT-2 small.",
+)
+_BATCH = flags.DEFINE_integer("batch", 16, "Windows of a training step.", lower_bound=1)
+_MICROBATCH = flags.DEFINE_integer(
+    "microbatch", 16, "Windows of a forward and backward pass.", lower_bound=1
+)
+_ATTENTION = flags.DEFINE_enum(
+    "attention", "auto", ["auto", "xla", "cudnn"], "Implementation; cuDNN on a GPU if it can."
+)
+_REMAT = flags.DEFINE_bool("remat", False, "Compute activations again in the backward pass.")
+
+_TRAINED = "(adamw|mars|mars_m|muon)(/fused)?"
+
+
+def default_inner(parameters: int, backend: str) -> int:
+    """Returns how many steps a measurement takes.
+
+    On an accelerator enough that calling them from Python does not count, but few for large models.
+    """
+    return 10 if backend == "cpu" else min(200, max(20, 25 * 10**9 // parameters))
+
+
+def _subset(name: str, given: Sequence[str], known: Sequence[str]) -> list[str]:
+    unknown = sorted(set(given) - set(known))
+    if unknown or not given:
+        raise ValueError(f"Expected --{name} out of {', '.join(known)}, got {list(given)}.")
+    return list(given)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(
+            f"Expected a regular expression as --rows, got {text!r}: {error}."
+        ) from error
+
+
+def _selected(
+    pattern: re.Pattern[str], implementations: Sequence[str]
+) -> list[step_candidates.Candidate]:
+    return [
+        one for one in step_candidates.candidates(implementations) if pattern.fullmatch(one.name)
+    ]
+
+
+def guarded(row: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Adds the figures to a row, or the "error" that came instead.
+
+    Args:
+      row: what is known before.
+      measure: returns the figures.
+
+    Returns:
+      A new row.
+    """
+    try:
+        return {**row, **measure()}
+    # Out of memory comes as a RuntimeError, a refusal as a NotImplementedError; whatever happens
+    # to one row, the others should be measured.
+    except Exception as error:
+        message = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {message[0] if message else 'without a message'}"
+        logging.info("%s failed: %s", row["name"], reason)
+        return {**row, "error": reason}
+
+
+def _jax_row(
+    candidate: step_candidates.Candidate, host: dict[str, Any], steps: int, repeats: int
+) -> dict[str, Any]:
+    """Measures one of JAX's optimizers."""
+    transformation = candidate.build(host["params"])
+    params = jax.tree.map(jax.device_put, host["params"])
+    state = jax.eval_shape(transformation.init, params)
+    numbers = gpt2_shapes.dimension_numbers(host["params"], embeddings=False)
+    counted = {
+        "floor_bytes": floors.step_bytes(params, state, clipped=candidate.clipped),
+        "newton_schulz_flops": (
+            floors.newton_schulz_flops(params, numbers) if candidate.orthogonalizes else 0
+        ),
+    }
+    measured = step_loop.measure(
+        candidate.step(transformation),
+        params,
+        transformation.init,
+        host["grads"],
+        host["prev_grads"],
+        steps=steps,
+        repeats=repeats,
+    )
+    return counted | measured
+
+
+def _torch_row(
+    name: str, host: dict[str, Any], backend: str, steps: int, repeats: int
+) -> dict[str, Any]:
+    """Measures one of PyTorch's optimizers."""
+    measured = torch_peers.measure(
+        name, host["params"], host["grads"], backend=backend, steps=steps, repeats=repeats
+    )
+    counted = {
+        "floor_bytes": torch_peers.step_bytes(name, host["params"]),
+        "newton_schulz_flops": 0,
+    }
+    return counted | measured
+
+
+def _torch_names(pattern: re.Pattern[str], backend: str) -> list[str]:
+    """Returns PyTorch's optimizers that can be measured, and logs why others cannot."""
+    names = []
+    for name in filter(pattern.fullmatch, torch_peers.NAMES):
+        if reason := torch_peers.absent(name, backend):
+            logging.info("%s is left out: %s.", name, reason)
+        else:
+            names.append(name)
+    return names
+
+
+def rows(
+    models: Sequence[str],
+    layouts: Sequence[str],
+    pattern: re.Pattern[str],
+    implementations: Sequence[str],
+    *,
+    inner: int | None,
+    repeats: int,
+) -> Iterator[dict[str, Any]]:
+    """Measures optimizer steps, PyTorch's first: then their memory is free again.
+
+    Args:
+      models: out of `gpt2_shapes.MODELS`.
+      layouts: out of `gpt2_shapes.LAYOUTS`; PyTorch's optimizers are measured in "flat".
+      pattern: which optimizers, by name.
+      implementations: of ours.
+      inner: steps in a measurement, None for :func:`default_inner`.
+      repeats: measurements of each row.
+
+    Yields:
+      A row after the other, complete but for what `step_report.complete` adds.
+    """
+    backend = jax.default_backend()
+    torch_names = _torch_names(pattern, backend)
+    for model, layout in itertools.product(models, layouts):
+        shapes = gpt2_shapes.shapes(model, layout)
+        parameters = gpt2_shapes.parameters(shapes)
+        steps = inner or default_inner(parameters, backend)
+        common = {
+            "model": model,
+            "layout": layout,
+            "parameters": parameters,
+            "leaves": len(jax.tree.leaves(shapes)),
+            "steps": steps,
+        }
+        scales = {"params": 0.02, "grads": 0.01, "prev_grads": 0.01}
+        host = {
+            name: gpt2_shapes.normal(shapes, scale, seed)
+            for seed, (name, scale) in enumerate(scales.items())
+        }
+        for name in torch_names if layout == "flat" else ():
+            measure = functools.partial(_torch_row, name, host, backend, steps, repeats)
+            yield guarded({"name": name, **common}, measure)
+        # The parameters are put there for each row anew: a row gives its buffers up.
+        for name in ("grads", "prev_grads"):
+            host[name] = jax.tree.map(jax.device_put, host[name])
+        for candidate in _selected(pattern, implementations):
+            measure = functools.partial(_jax_row, candidate, host, steps, repeats)
+            yield guarded({"name": candidate.name, **common}, measure)
+            gc.collect()
+
+
+def _work() -> train_step.Work:
+    backend = jax.default_backend()
+    size = _TRAIN_MODEL.value or ("tiny" if backend == "cpu" else "gpt2")
+    width, layers, heads = gpt.SIZES[size]
+    tiny = size == "tiny"
+    attention = train_step.attention_implementation(_ATTENTION.value, backend)
+    # The vocabulary is padded to a multiple of 128, as training scripts of GPT-2 do.
+    config = gpt.GPTConfig(
+        vocabulary_size=512 if tiny else 50304,
+        context=64 if tiny else 1024,
+        width=width,
+        layers=layers,
+        heads=heads,
+        biases=True,
+        tied=True,
+        dtype="bfloat16",
+        attention=attention,  # type: ignore[arg-type]
+        remat=_REMAT.value,
+    )
+    return train_step.Work(config, _BATCH.value, _MICROBATCH.value)
+
+
+def _result_path(device: str) -> pathlib.Path:
+    if _RESULT.value is not None:
+        return pathlib.Path(_RESULT.value)
+    slug = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    kind = "train_step" if _TRAIN_STEP.value else "step_time"
+    return pathlib.Path(__file__).parent / "results" / f"{kind}_{slug}.json"
+
+
+def _draw(paths: Sequence[str]) -> None:
+    for path in map(pathlib.Path, paths):
+        step_report.plot(json.loads(path.read_text()), path.with_suffix(".png"))
+        print(f"Written: {path.with_suffix('.png')}.")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the flags, measures, writes and prints the result."""
+    try:
+        if len(argv) > 1:
+            raise ValueError(f"Expected flags only, got {list(argv[1:])}. Write --name=value.")
+        if _PLOT.value:
+            _draw(_PLOT.value)
+            return
+        if torch_peers.installed():
+            # Before the first use of the device: by default JAX takes most of its memory.
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        default = "tiny" if jax.default_backend() == "cpu" else "small"
+        models = _subset("models", _MODELS.value or [default], list(gpt2_shapes.MODELS))
+        layouts = _subset("layouts", _LAYOUTS.value, gpt2_shapes.LAYOUTS)
+        implementations = _subset(
+            "implementations", _IMPLEMENTATIONS.value, step_candidates.IMPLEMENTATIONS
+        )
+        pattern = _pattern(_ROWS.value or (_TRAINED if _TRAIN_STEP.value else ".*"))
+        work = _work() if _TRAIN_STEP.value else None
+        names = [one.name for one in _selected(pattern, implementations)]
+        if not names and not any(map(pattern.fullmatch, torch_peers.NAMES)):
+            raise ValueError(f"Expected --rows to match an optimizer, got {pattern.pattern!r}.")
+    except (OSError, ValueError) as error:
+        sys.exit(f"step_time: {error}")
+
+    tree: dict[str, Any] = {
+        "environment": {
+            **environment.describe(_COMMIT.value),
+            "backend": jax_backend.get_backend().platform_version,
+            **torch_peers.versions(),
+        },
+        "settings": {
+            "models": models,
+            "layouts": layouts,
+            "rows": pattern.pattern,
+            "implementations": implementations,
+            "repeats": _REPEATS.value,
+            "train_step": None if work is None else dataclasses.asdict(work),
+        },
+        "ceilings": ceilings.measure(),
+        "rows": [],
+        "training": [],
+    }
+    path = _result_path(tree["environment"]["device"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        report.write_json(report.jsonable(tree), path)
+
+    write()
+    if work is not None:
+        measured = train_step.measure(
+            _selected(pattern, implementations),
+            work,
+            steps=_INNER.value or 4,
+            repeats=_REPEATS.value,
+        )
+        tree["training"] = step_report.complete_training(measured, tree["ceilings"])
+        write()
+    else:
+        measured = []
+        for row in rows(
+            models,
+            layouts,
+            pattern,
+            implementations,
+            inner=_INNER.value,
+            repeats=_REPEATS.value,
+        ):
+            logging.info(
+                "%s, %s, %s: %s", row["model"], row["layout"], row["name"], row.get("ms", "failed")
+            )
+            measured.append(row)
+            tree["rows"] = step_report.complete(measured, tree["ceilings"])
+            write()
+    about = tree["environment"]
+    print("environment: " + ", ".join(f"{key} {value}" for key, value in about.items()))
+    print(f"\n{step_report.text(tree)}\n\nWritten: {path}.")
+
+
+if __name__ == "__main__":
+    app.run(main)
