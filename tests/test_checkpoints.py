@@ -193,9 +193,10 @@ class CheckpointTest(parameterized.TestCase):
             manager.restore(1, args=ocp.args.StandardRestore(template))
 
     def test_another_shape_is_refused(self):
-        manager, tx = self._saved("mars"), _OPTIMIZERS["mars"]()
-        params = {"kernel": jnp.zeros((8, 8)), "bias": jnp.zeros(16)}
-        template = jax.eval_shape(functools.partial(_fresh, tx), params)
+        # A tree of one leaf: Orbax leaves the reading of others unfinished, which warns later.
+        manager = self._manager()
+        self._save(manager, {"kernel": jnp.zeros((8, 16))})
+        template = {"kernel": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
         with self.assertRaisesRegex(ValueError, r"\(8, 8\) is not compatible.*\(8, 16\)"):
             manager.restore(1, args=ocp.args.StandardRestore(template))
 
