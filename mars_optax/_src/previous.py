@@ -113,7 +113,7 @@ def scales(params: optax.Params, dtype: Any) -> Any:
 
     def on_leaf(p: Any) -> jax.Array:
         # Made as in every later step, they lie on a mesh as those do.
-        return quantization.quantize(jnp.zeros_like(p), precision.storage_dtype(p, dtype))[1]
+        return quantization.quantize(_zeros_like(p), precision.storage_dtype(p, dtype))[1]
 
     return jax.tree.map(on_leaf, params)
 
@@ -121,11 +121,22 @@ def scales(params: optax.Params, dtype: Any) -> Any:
 def zeros(params: optax.Params, dtype: Any = None, *, averages_squares: bool = False) -> Any:
     """A buffer of zeros for each parameter, in its storage dtype."""
     return jax.tree.map(
-        lambda p: jnp.zeros_like(
-            p, dtype=precision.storage_dtype(p, dtype, averages_squares=averages_squares)
+        lambda p: _zeros_like(
+            p, precision.storage_dtype(p, dtype, averages_squares=averages_squares)
         ),
         params,
     )
+
+
+def _zeros_like(p: Any, dtype: Any = None) -> jax.Array:
+    """Zeros that lie on the devices as `p` does."""
+    zero = jnp.zeros_like(p, dtype=dtype)
+    if not isinstance(p, jax.core.Tracer):
+        return zero
+    # Under jit on a mesh of automatic axes a constant would be whole on every device: the operand
+    # that is never chosen tells the compiler where to put it.
+    never = jnp.zeros_like(p, dtype=bool)
+    return jnp.where(never, p.astype(zero.dtype), zero)
 
 
 _SAME: Final = object()

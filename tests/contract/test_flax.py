@@ -101,6 +101,24 @@ class FlaxTest(parameterized.TestCase):
         self.assertTrue(trees.all_finite(new_state.params))
         trees.assert_same_types(new_state.opt_state, state.opt_state)
 
+    @parameterized.named_parameters(*registry.select("optimizer", core=True))
+    def test_boxes_around_parameters_are_kept_and_change_nothing(self, entry: registry.Entry):
+        def boxed(tree):
+            names = {0: (), 1: ("mlp",), 2: ("embed", "mlp")}
+            return jax.tree.map(lambda x: linen.LogicallyPartitioned(x, names[x.ndim]), tree)
+
+        tx, params, grads = entry.shared(), entry.params(), entry.grads()
+        expected, _, expected_state = trees.run(tx, params, [grads, entry.grads(1)])
+        updates, _, state = trees.run(tx, boxed(params), [boxed(grads), boxed(entry.grads(1))])
+        self.assertEqual(jax.tree.structure(updates), jax.tree.structure(boxed(params)))
+        trees.assert_equal(linen.unbox(updates), expected)
+        trees.assert_equal(linen.unbox(state), expected_state)
+        # The names of the boxes reach the buffers, where the sharding of the state is read off.
+        specs = linen.get_partition_spec(state)
+        of_kernels = [spec for spec in jax.tree.leaves(specs) if len(spec) == 2]
+        self.assertGreaterEqual(len(of_kernels), 2)
+        self.assertEqual(set(of_kernels), {jax.sharding.PartitionSpec("embed", "mlp")})
+
     def test_rules_by_path_reach_stacked_nnx_layers(self):
         @nnx.vmap(in_axes=0, out_axes=0)
         def stack(key: jax.Array) -> nnx.Linear:

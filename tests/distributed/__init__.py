@@ -1,0 +1,1 @@
+"""Several processes at once: data-parallel and sharded training."""
