@@ -142,8 +142,8 @@ def fused_step(
       ...     grads = jax.grad(lambda p: jnp.sum(p["kernel"] ** 2) + jnp.sum(p["bias"]))(params)
       ...     return mars_optax.fused_step(tx, grads, state, params)
       >>> params, state = train_step(params, tx.init(params))
-      >>> print(params["kernel"][0], params["bias"])
-      [0.9 0.9 0.9] [-0.1 -0.1 -0.1]
+      >>> print(f"{params['kernel'][0, 0]:.2f} {params['bias'][0]:.2f}")
+      0.90 -0.10
     """
     if params is None:
         raise ValueError(

@@ -1,14 +1,14 @@
 """Newton-Schulz on leaves: matrices of any layout, and what the matrix variants ask of it."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mars_optax._src import checks, partition, stacks, trees, types
+from mars_optax._src import checks, partition, spread, stacks, trees, types
 from mars_optax._src.leaf import newton_schulz, precision
 
 
@@ -52,16 +52,17 @@ class Orthogonalization:
         """Orthogonalizes each matrix of some leaves."""
         if self.fn is not None:
             return [self._by_user(self.fn, x, a) for x, a in zip(leaves, axes, strict=True)]
-        iterates = stacks.map_stacks(
-            functools.partial(
-                newton_schulz.iterated,
-                coeffs=self.coeffs,
-                steps=self.steps,
-                matmul_precision=self.precision,
-            ),
-            [self._normalized(x, a) for x, a in zip(leaves, axes, strict=True)],
-            axes,
-        )
+        # Steps that are an array are one more operand; a number is part of the program.
+        is_known = isinstance(self.steps, int | np.integer)
+        constants = [jnp.asarray(self.coeffs)] + ([] if is_known else [jnp.asarray(self.steps)])
+
+        def fn(stack: jax.Array, coeffs: jax.Array, steps: Any = self.steps) -> jax.Array:
+            return newton_schulz.iterated(
+                stack, coeffs, steps=steps, matmul_precision=self.precision
+            )
+
+        normalized = [self._normalized(x, a) for x, a in zip(leaves, axes, strict=True)]
+        iterates = stacks.map_stacks(fn, normalized, axes, constants)
         return [y.astype(x.dtype) for x, y in zip(leaves, iterates, strict=True)]
 
     def _normalized(self, x: jax.Array, axes: partition.Axes) -> jax.Array:
@@ -70,10 +71,10 @@ class Orthogonalization:
     @staticmethod
     def _by_user(fn: types.NewtonSchulzFn, x: jax.Array, axes: partition.Axes) -> jax.Array:
         """The user's function gets the stack of each leaf, in the orientation declared."""
-        stack = axes.to_stack(stacks.whole(x))
-        result = fn(stack)
+        stack = axes.to_stack(spread.whole(x))
+        result: jax.Array = fn(stack)
         checks.newton_schulz_result(stack, result)
-        return stacks.laid_out(axes.from_stack(result, x.shape), x)
+        return spread.laid_out(axes.from_stack(result, x.shape), x)
 
 
 def matrix_directions(

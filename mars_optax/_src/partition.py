@@ -53,11 +53,14 @@ class Axes:
             math.prod(shape[i] for i in self.output),
         )
 
+    def stack_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """The shape (batch, in, out) of the stack of the matrices of a leaf of this shape."""
+        return math.prod(shape[i] for i in self.batch), *self.fans(shape)
+
     def to_stack(self, x: jax.Array) -> jax.Array:
-        """A leaf as a stack (batch, in, out) of its matrices."""
+        """A leaf as a stack of its matrices."""
         order = self.batch + self.reduction + self.output
-        slices = math.prod(x.shape[i] for i in self.batch)
-        return jnp.transpose(x, order).reshape(slices, *self.fans(x.shape))
+        return jnp.transpose(x, order).reshape(self.stack_shape(x.shape))
 
     def from_stack(self, stack: jax.Array, shape: Sequence[int]) -> jax.Array:
         """The inverse of `to_stack`, for a leaf of this shape."""

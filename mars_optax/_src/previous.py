@@ -7,6 +7,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.shard_alike import shard_alike
 
 from mars_optax._src import checks, trees, types
 from mars_optax._src.leaf import correction, precision, quantization
@@ -133,10 +134,9 @@ def _zeros_like(p: Any, dtype: Any = None) -> jax.Array:
     zero = jnp.zeros_like(p, dtype=dtype)
     if not isinstance(p, jax.core.Tracer):
         return zero
-    # Under jit on a mesh of automatic axes a constant would be whole on every device: the operand
-    # that is never chosen tells the compiler where to put it.
-    never = jnp.zeros_like(p, dtype=bool)
-    return jnp.where(never, p.astype(zero.dtype), zero)
+    # Under jit on a mesh of automatic axes a constant would be whole on every device.
+    _, zero = shard_alike(p, zero)  # type: ignore[no-untyped-call]
+    return zero
 
 
 _SAME: Final = object()

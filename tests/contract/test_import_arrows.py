@@ -29,7 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partition", "kernels.rewrite", "kernels.shards", "kernels.tiling"),
     ("kernels.mosaic_gpu", "kernels.mosaic_tpu"),
     ("kernels.execute",),
-    ("previous", "run", "stacks"),
+    ("previous", "run", "spread"),
+    ("stacks",),
     ("fused",),
     ("assembly", "describe", "links", "orthogonalize", "states", "transformation"),
     (

@@ -118,7 +118,7 @@ def scale_by_mars_shampoo(
       >>> params = jnp.zeros((2, 2))
       >>> state = tx.init(params)
       >>> direction, state = tx.update(jnp.array([[0.3, 0.0], [0.0, -2.0]]), state)
-      >>> print(direction.astype(int))
+      >>> print(direction.round().astype(int))
       [[ 1  0]
        [ 0 -1]]
 
