@@ -89,9 +89,9 @@ def matrix_directions(
     """
 
     def divided(momentum: jax.Array) -> jax.Array:
-        if divisor is None:
-            return momentum
-        return momentum / precision.widen_scalar(divisor, precision.compute_dtype(momentum))
+        if divisor is not None:
+            momentum /= precision.widen_scalar(divisor, precision.compute_dtype(momentum))
+        return momentum
 
     def directions(momenta: Any, axes: Any) -> Any:
         leaves, treedef = jax.tree.leaves(momenta), jax.tree.structure(momenta)

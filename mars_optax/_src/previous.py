@@ -135,8 +135,8 @@ def _zeros_like(p: Any, dtype: Any = None) -> jax.Array:
     if not isinstance(p, jax.core.Tracer):
         return zero
     # Under jit on a mesh of automatic axes a constant would be whole on every device.
-    _, zero = shard_alike(p, zero)  # type: ignore[no-untyped-call]
-    return zero
+    result: jax.Array = shard_alike(p, zero)[1]  # type: ignore[no-untyped-call]
+    return result
 
 
 _SAME: Final = object()

@@ -43,6 +43,17 @@ class Collective:
     times: int | None
 
     @property
+    def received(self) -> float:
+        """Bytes that a device receives each time, sent as sparingly as can be."""
+        n = self.group_size
+        if self.kind == "collective-permute":
+            return self.bytes
+        assert n > 0, f"{self}: the size of the group is not known"
+        if self.kind == "reduce-scatter":
+            return self.bytes * (n - 1)
+        return (2 if self.kind == "all-reduce" else 1) * self.bytes * (n - 1) / n
+
+    @property
     def is_in_loop(self) -> bool:
         return self.times != 1
 
