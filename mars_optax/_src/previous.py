@@ -7,7 +7,6 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental.shard_alike import shard_alike
 
 from mars_optax._src import checks, trees, types
 from mars_optax._src.leaf import correction, precision, quantization
@@ -134,9 +133,10 @@ def _zeros_like(p: Any, dtype: Any = None) -> jax.Array:
     zero = jnp.zeros_like(p, dtype=dtype)
     if not isinstance(p, jax.core.Tracer):
         return zero
-    # Under jit on a mesh of automatic axes a constant would be whole on every device.
-    result: jax.Array = shard_alike(p, zero)[1]  # type: ignore[no-untyped-call]
-    return result
+    # Under jit on a mesh of automatic axes a constant would be whole on every device: the operand
+    # that is never chosen tells the compiler where to put it.
+    like = p if jnp.iscomplexobj(zero) else jnp.real(p)
+    return jnp.where(jnp.zeros_like(p, dtype=bool), like.astype(zero.dtype), zero)
 
 
 _SAME: Final = object()
