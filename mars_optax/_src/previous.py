@@ -136,7 +136,8 @@ def _zeros_like(p: Any, dtype: Any = None) -> jax.Array:
     # Under jit on a mesh of automatic axes a constant would be whole on every device: the operand
     # that is never chosen tells the compiler where to put it.
     never = jnp.zeros_like(p, dtype=bool)
-    return jnp.where(never, p.astype(zero.dtype), zero)
+    operand = p if jnp.iscomplexobj(zero) else jnp.real(p)
+    return jnp.where(never, operand.astype(zero.dtype), zero)
 
 
 _SAME: Final = object()
