@@ -339,6 +339,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def _bytes(value: float) -> str:
     for unit in ("B", "kB", "MB"):
         if value < 999.5:
@@ -392,7 +396,7 @@ def newton_schulz_table(
         for n in chips:
             for layout in (Layout(n), Layout(n // tensor, tensor)):
                 for way, work in _ways(model.matrices, layout, assumptions.steps):
-                    cells = [model.name, str(layout), way, f"{work.flops / 1e12:.3g}"]
+                    cells = [model.name, str(layout), way, _number(work.flops / 1e12)]
                     cells += [_bytes(work.received), _bytes(work.held)]
                     for chip in CHIPS:
                         cells.append(" + ".join(map(_seconds, work.seconds(chip, assumptions))))
