@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from mars_optax._src import partition, spread
+from mars_optax._src.kernels import shards
 
 # Elements of a stack: so many fill a GPU many times over, and two or three arrays of this size are
 # all that is needed beside the leaves.
@@ -70,7 +71,7 @@ def _key(i: int, stack: jax.Array, is_turned: bool) -> Any:
         spec = tuple(jax.typeof(stack).sharding.spec)
         # Matrices that lie on different devices stay there.
         return (*kind, spec, None if spec[0] is None else i)
-    if jax.device_count() > 1:
+    if not shards.is_one_device():
         # How leaves are sharded is not known: most likely alike, but for transposes and stacks.
         return (*kind, is_turned, None if stack.shape[0] == 1 else i)
     return kind
@@ -97,7 +98,7 @@ def _joined(
     is_local = AxisType.Manual in jax.typeof(stack).sharding.mesh.axis_types
     if spread.explicit_mesh(stack) is not None:
         result = spread.by_types(fn, stack, constants)
-    elif jax.device_count() > 1 and not is_local and stack.size:
+    elif not shards.is_one_device() and not is_local and stack.size:
         result = spread.by_partitioner(fn, stack, constants)
     else:
         result = _in_pieces(fn, stack, constants)

@@ -128,8 +128,9 @@ class FusedStepTest(parameterized.TestCase):
         tx = make("mars", implementation="pallas")
         actual = _train(tx, lambda *args: mars_optax.fused_step(tx, *args), "bfloat16", steps=1)
         trees.assert_same_types(actual, expected)
-        # One unit in the last place of bfloat16, where the float32 sums differ before rounding.
-        trees.assert_close(actual, expected, rtol=2.0**-7, atol=1e-6)
+        # Units in the last place of bfloat16, of the update and of the sum, where the float32 sums
+        # differ before they are rounded.
+        trees.assert_close(actual, expected, rtol=2.0**-7, atol=1e-4)
         same = [np.mean(np.asarray(x) == np.asarray(y)) for x, y in _pairs(actual, expected)]
         self.assertGreater(min(same), 0.99)
 

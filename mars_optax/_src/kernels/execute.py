@@ -107,7 +107,7 @@ def kernels_pay() -> bool:
     """
     # Pallas changes from version to version: by default it is used where it was run.
     is_known = (0, 11) <= jax.__version_info__ < (0, 12)
-    is_one_gpu = jax.default_backend() == "gpu" and jax.device_count() == 1
+    is_one_gpu = jax.default_backend() == "gpu" and shards.is_one_device()
     return is_known and is_one_gpu and _refusal() is None
 
 

@@ -41,9 +41,15 @@ def on_shards(
             check_vma=False,
         )
         return tuple(mapped(replicated, *operands))
-    if jax.device_count() == 1 or jax.sharding.AxisType.Manual in sharding.mesh.axis_types:
+    if is_one_device() or jax.sharding.AxisType.Manual in sharding.mesh.axis_types:
         return local(replicated, *operands)
     return tuple(_partitioned(local, leaves, n_outputs)(replicated, *operands))
+
+
+def is_one_device() -> bool:
+    """Whether there is one device, so that nothing can be sharded."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() == 1 and (mesh.empty or mesh.size == 1)
 
 
 def _partitioned(
