@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from mars_optax._src import checks, fused, partition, previous, run, types
+from mars_optax._src import checks, fused, manual, partition, previous, run, types
 from mars_optax._src.kernels import execute
 from mars_optax._src.leaf import precision
 
@@ -103,15 +103,15 @@ def optimizer(
             return mask(tree) if jax.tree.leaves(tree) else tree
         return mask
 
-    def chain_for(tree: Any) -> optax.GradientTransformationExtraArgs:
+    def chain_for(tree: Any, has_trees: bool = False) -> optax.GradientTransformationExtraArgs:
         """The optimizer of a tree of these shapes: rules by name and masks see it as a whole."""
         chains, labels = chains_for(tree)
         links = {label: chain.link(decay_mask_for(tree)) for label, chain in chains.items()}
         if labels is None:
             return links["matrix"]
         # A tree of labels that can be called (Equinox) would be taken for a function. Each group
-        # gets its part of `prev_grad`, where that is handed over.
-        return optax.partition(links, lambda _: labels, mask_compatible_extra_args=hands_over)
+        # gets its part of extra arguments that are trees of the parameters.
+        return optax.partition(links, lambda _: labels, mask_compatible_extra_args=has_trees)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = chain_for(params).init(params)
@@ -135,9 +135,13 @@ def optimizer(
         if hands_over:
             checks.exact_arguments(params, extra_args)
             prev_grad = previous.evaluate(extra_args["grad_fn"], state.prev_params, updates)
-            extra_args = {"prev_grad": prev_grad}
+            extra_args = {**extra_args, "prev_grad": prev_grad}
+            del extra_args["grad_fn"]
             inner_state = state.inner_state
-        direction, new_state = chain_for(updates).update(
+        specs = manual.specs_of(extra_args, updates)
+        if specs is not None:
+            extra_args = {**extra_args, manual.ARGUMENT: specs}
+        direction, new_state = chain_for(updates, hands_over or specs is not None).update(
             wide_updates, inner_state, wide_params, **extra_args
         )
         if hands_over:
@@ -152,6 +156,7 @@ def optimizer(
             updates, state = update_fn(updates, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
         checks.gradient_shapes(updates, params)
+        extra_args = {**extra_args, manual.ARGUMENT: manual.specs_of(extra_args, updates)}
         chains, labels = chains_for(updates)
         decays = fused.decays_of(decay_mask_for(updates), params)
         arguments = (updates, state, params, decays, extra_args)

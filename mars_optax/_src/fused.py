@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import run, types
+from mars_optax._src import manual, run, types
 
 _ABSENT: Final = optax.MaskedNode()
 
@@ -77,8 +77,11 @@ def step_partition(  # noqa: D417 (the others are those of :meth:`Chain.step`)
     for label, chain in chains.items():
         part = functools.partial(_part, labels, label)
         inner_state = inner_states[label].inner_state
+        mine = dict(extra_args)
+        if mine.get(manual.ARGUMENT) is not None:
+            mine[manual.ARGUMENT] = part(mine[manual.ARGUMENT])
         new_params, inner_state = chain.step(
-            part(updates), inner_state, part(params), part(decays), extra_args
+            part(updates), inner_state, part(params), part(decays), mine
         )
         inner_states[label] = optax.MaskedState(inner_state)
         for i, x in enumerate(treedef.flatten_up_to(new_params)):

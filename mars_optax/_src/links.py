@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, partition, previous, run, types
+from mars_optax._src import checks, manual, partition, previous, run, trees, types
 from mars_optax._src.leaf import clipping, precision
 
 
@@ -147,6 +147,8 @@ def correct_gradients(
 
         corrections = jax.tree.map(added, minuend, prev_grad, wide)
         if correction_clip is not None:
+            specs = manual.specs_of(extra_args, updates)
+            manual.require_whole(updates, specs, "`correction_clip`")
             squares = jnp.asarray(optax.tree.norm(corrections, squared=True))
             factor = clipping.factor_of_squares(squares, correction_clip)
             corrections = jax.tree.map(
@@ -220,15 +222,19 @@ def clip_by_leaf_norm(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params, extra_args
+        del params
         if max_norm is None:
             return updates, state
-
-        def clipped(x: Any, axes: partition.Axes) -> jax.Array:
-            wide = precision.widen(x)
-            bound = precision.widen_scalar(max_norm, precision.compute_dtype(wide))
-            return wide * clipping.clip_factor(wide, bound, axes.of_one_norm)
-
-        return run.narrow(jax.tree.map(clipped, updates, axes_of(updates)), updates), state
+        axes = axes_of(updates)
+        wide = jax.tree.map(precision.widen, updates)
+        squares = [clipping.squares(x, a.of_one_norm) for x, a in trees.rows((wide, axes))]
+        specs = manual.specs_of(extra_args, updates)
+        squares = run.sum_shards(squares, updates, axes, specs)
+        factors = [
+            clipping.factor_of_squares(x, precision.widen_scalar(max_norm, x.dtype))
+            for x in squares
+        ]
+        clipped = [x * factor for x, factor in zip(jax.tree.leaves(wide), factors, strict=True)]
+        return run.narrow(jax.tree.unflatten(jax.tree.structure(updates), clipped), updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

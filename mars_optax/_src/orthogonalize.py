@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mars_optax._src import checks, partition, spread, stacks, trees, types
+from mars_optax._src import checks, manual, partition, spread, stacks, trees, types
 from mars_optax._src.leaf import newton_schulz, precision
 
 
@@ -79,7 +79,7 @@ class Orthogonalization:
 
 def matrix_directions(
     orthogonalization: Orthogonalization, factor: Callable[[int, int], float], divisor: Any = None
-) -> Callable[[Any, Any], Any]:
+) -> Callable[[Any, Any, Any], Any]:
     """The directions of matrices from their momenta: orthogonalized, then scaled by their shapes.
 
     Args:
@@ -93,12 +93,26 @@ def matrix_directions(
             momentum /= precision.widen_scalar(divisor, precision.compute_dtype(momentum))
         return momentum
 
-    def directions(momenta: Any, axes: Any) -> Any:
-        leaves, treedef = jax.tree.leaves(momenta), jax.tree.structure(momenta)
-        _, leaf_axes = zip(*trees.rows((momenta, axes)), strict=True) if leaves else ((), ())
-        results = orthogonalization([divided(x) for x in leaves], leaf_axes)
-        scaled = (y * factor(*a.fans(y.shape)) for y, a in zip(results, leaf_axes, strict=True))
-        return jax.tree.unflatten(treedef, scaled)
+    def directions(momenta: Any, axes: Any, specs: Any) -> Any:
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(momenta)]
+        rows = trees.rows((momenta, axes, specs))
+        all_axes = [a for _, a, _ in rows]
+        dims = [a.reduction + a.output for a in all_axes]
+        # Inside a shard_map a device may hold a part of a matrix, and its shape is not that.
+        names = [
+            manual.sharded(x, spec, d, path, "the orthogonalization of a matrix")
+            for path, d, (x, _, spec) in zip(paths, dims, rows, strict=True)
+        ]
+        whole = [
+            manual.gathered(x, d, n) for (x, _, _), d, n in zip(rows, dims, names, strict=True)
+        ]
+        results = orthogonalization([divided(x) for x in whole], all_axes)
+        scaled = [y * factor(*a.fans(y.shape)) for y, a in zip(results, all_axes, strict=True)]
+        parts = [
+            manual.part(y, x, d, n)
+            for y, (x, _, _), d, n in zip(scaled, rows, dims, names, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(momenta), parts)
 
     return directions
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import trees, types
+from mars_optax._src import manual, trees, types
 from mars_optax._src.kernels import execute
 from mars_optax._src.leaf import clipping, correction, precision
 
@@ -64,6 +64,7 @@ def run_step(
     max_norm: Any,
     axes: Any,
     implementation: types.Implementation | None,
+    specs: Any = None,
     finish: Finish | None = None,
     **scalars: Any,
 ) -> tuple[Any, tuple[Any, ...]]:
@@ -80,6 +81,7 @@ def run_step(
       max_norm: The bound on each matrix's corrected gradient, or None.
       axes: Each leaf's `Axes`, over which its norm is taken.
       implementation: What executes it, see :func:`execute.elementwise`.
+      specs: Each leaf's partition spec inside a shard_map, or None.
       finish: If given, what follows the step, and is executed with it.
       **scalars: Hyperparameters that the step takes besides `coefficient`.
 
@@ -111,15 +113,17 @@ def run_step(
 
         return fn
 
-    def leaf_of(grad: Any, prev: Any, param: Any, leaf_axes: Any, *old: Any) -> execute.Leaf:
+    def squares_of(grad: Any, prev: Any, leaf_axes: Any, *rest: Any) -> jax.Array:
+        """The square of the norm of the corrected gradient."""
+        dtype = precision.compute_dtype(*(x for x in (grad, prev, *rest) if x is not None))
+        wide_prev = None if prev is None else precision.widen(prev, dtype)
+        k = precision.widen_scalar(coefficient, dtype)
+        c = correction.corrected_gradient(precision.widen(grad, dtype), wide_prev, k)
+        return clipping.squares(c, leaf_axes.of_one_norm)
+
+    def leaf_of(clip: Any, grad: Any, prev: Any, param: Any, *old: Any) -> execute.Leaf:
         present = [jnp.asarray(x) for x in (grad, prev, *old, param) if x is not None]
-        dtype = precision.compute_dtype(*present)
-        wide, clip = precision.widen(grad, dtype), None
-        if max_norm is not None:
-            wide_prev = None if prev is None else precision.widen(prev, dtype)
-            k, bound = (precision.widen_scalar(x, dtype) for x in (coefficient, max_norm))
-            c = correction.corrected_gradient(wide, wide_prev, k)
-            clip = clipping.clip_factor(c, bound, leaf_axes.of_one_norm)
+        wide = precision.widen(grad, precision.compute_dtype(*present))
         first = wide.dtype if param is None else present[-1].dtype
         out_dtypes = (first, *(x.dtype for x in old if x is not None))
         # The moments, and the parameter, are written over what they were.
@@ -130,17 +134,51 @@ def run_step(
         return execute.Leaf(tuple(present), clip, out_dtypes, aliases)
 
     params, all_decays = (None, None) if finish is None else (finish.params, finish.decays)
-    table = trees.rows((updates, prev_grad, params, axes, *moments, all_decays))
+    table = trees.rows((updates, prev_grad, params, *moments))
+    clips = _clips(squares_of, updates, prev_grad, axes, specs, moments, params, max_norm)
+    decay_of = [decays for _, decays in trees.rows((updates, all_decays))]
     outputs: list[Any] = [None] * len(table)
     for decays in (False, True):
-        mine = [i for i, row in enumerate(table) if bool(row[-1]) is decays]
-        leaves = [leaf_of(*table[i][:-1]) for i in mine]
+        mine = [i for i, its in enumerate(decay_of) if bool(its) is decays]
+        leaves = [leaf_of(clips[i], *table[i]) for i in mine]
         results = execute.elementwise(fn_of(decays), leaves, values, implementation)
         for i, (direction, *new) in zip(mine, results, strict=True):
             rest = iter(new)
             outputs[i] = (direction, *(next(rest) if is_kept else None for is_kept in kept))
     direction, *new_moments = trees.unzip(outputs, (updates, *moments))
     return direction, tuple(new_moments)
+
+
+def _clips(
+    squares_of: Callable[..., jax.Array],
+    updates: Any,
+    prev_grad: Any,
+    axes: Any,
+    specs: Any,
+    moments: Any,
+    params: Any,
+    max_norm: Any,
+) -> list[Any]:
+    """The factor of the clip of each leaf, or None."""
+    table = trees.rows((updates, prev_grad, axes, *moments, params))
+    if max_norm is None:
+        return [None] * len(table)
+    squares = [squares_of(*row) for row in table]
+    squares = sum_shards(squares, updates, axes, specs)
+    return [
+        clipping.factor_of_squares(x, precision.widen_scalar(max_norm, x.dtype)) for x in squares
+    ]
+
+
+def sum_shards(squares: list[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:
+    """Squares of norms, each summed over the devices that hold a part of its matrix."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    rows = trees.rows((tree, specs, axes))
+    names = [
+        tuple(n for part in manual.sharded(x, s, a.of_one_norm, path, "a norm") for n in part)
+        for path, (x, s, a) in zip(paths, rows, strict=True)
+    ]
+    return manual.sums(squares, names)
 
 
 def narrow(tree: Any, like: Any) -> Any:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, partition, previous, run, types
+from mars_optax._src import checks, manual, partition, previous, run, types
+from mars_optax._src.leaf import quantization
 
 
 class Rule(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -37,7 +38,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
     keep_prev_grad: bool,
     weight_dimension_numbers: types.WeightDimensionNumbers,
     implementation: types.Implementation | None,
-    matrix_directions: Callable[[Any, Any], Any] | None = None,
+    matrix_directions: Callable[[Any, Any, Any], Any] | None = None,
 ) -> Rule:
     """Builds a variant's transformation.
 
@@ -51,7 +52,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
       moments: The moving averages in the order in which `step` takes them, and how each begins.
       scalars: The hyperparameters of `step` at a count that starts at 1.
       matrix_directions: Makes the directions of all matrices from those of the step, in at least
-        float32, and the leaves' axes. With it, every leaf must be a matrix.
+        float32, the leaves' axes and their specs. With it, every leaf must be a matrix.
     """
     checks.max_norm(max_norm)
     if correction is not previous.HANDED_OVER:
@@ -99,6 +100,9 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         form = {} if keep_prev_grad else {"next_gamma": source.gamma_at(count)}
+        specs = manual.specs_of(extra_args, updates)
+        if source.dtype is not None and quantization.is_scaled(source.dtype):
+            manual.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
         result, new_moments = run.run_step(
             step,
             updates,
@@ -108,12 +112,13 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
             max_norm=max_norm,
             axes=axes,
             implementation=implementation,
+            specs=specs,
             finish=None if is_matrix_rule else finish,
             **scalars(count),
             **form,
         )
         if matrix_directions is not None:
-            result = matrix_directions(result, axes)
+            result = matrix_directions(result, axes, specs)
             result = result if finish is None else finish.tree(result)
         new_state = state_type(
             count=count,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, run, states
+from mars_optax._src import checks, manual, run, states
 from mars_optax._src.leaf import precision
 
 
@@ -76,6 +76,9 @@ def cautious(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
+        if rescale != "none":
+            specs = manual.specs_of(extra_args, updates)
+            manual.require_whole(updates, specs, f"`cautious` with {rescale=}")
         direction, state = inner.update(updates, state, params, **extra_args)
         return run.narrow(jax.tree.map(masked, direction, updates), direction), state
 

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checks", "trees", "types"),
     ("partition", "kernels.rewrite", "kernels.shards", "kernels.tiling"),
     ("kernels.mosaic_gpu", "kernels.mosaic_tpu"),
-    ("kernels.execute",),
+    ("kernels.execute", "manual"),
     ("previous", "run", "spread"),
     ("stacks",),
     ("fused",),

@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 
 
-def clip_factor(x: jax.Array, max_norm: Any, axes: tuple[int, ...]) -> jax.Array:
-    """min(1, max_norm / ||x||), the norm taken over `axes`, which are kept with length 1.
+def squares(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """||x||^2 over `axes`, which are kept with length 1."""
+    return jnp.sum(jnp.real(x * jnp.conj(x)), axis=axes, keepdims=True)
+
+
+def factor_of_squares(squares: jax.Array, max_norm: Any) -> jax.Array:
+    """min(1, max_norm / ||x||) from ||x||^2.
 
     As in the reference code the bound holds strictly (equation (3.5) of the paper), a norm that
     overflows gives 0, and a NaN leaves the factor at 1, so that it stays where it is.
     """
-    return factor_of_squares(jnp.sum(jnp.real(x * jnp.conj(x)), axis=axes, keepdims=True), max_norm)
-
-
-def factor_of_squares(squares: jax.Array, max_norm: Any) -> jax.Array:
-    """The same, from the square of the norm."""
     # A square root has no derivative at 0: take it of 1 there, and leave the factor at 1.
     is_positive = squares > 0
     norm = jnp.sqrt(jnp.where(is_positive, squares, 1))

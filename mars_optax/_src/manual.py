@@ -1,0 +1,129 @@
+"""Inside the user's `jax.shard_map`: sums and matrices of leaves of which a device holds a part.
+
+There a leaf is an array like any other, and nothing says which part of what it is. The extra
+argument `param_specs` of `update` does: the partition specs by which the parameters came in.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from mars_optax._src import checks, trees
+
+ARGUMENT = "param_specs"
+
+
+def specs_of(extra_args: Mapping[str, Any], tree: Any) -> Any:
+    """A spec for each leaf of `tree`, from the extra arguments, or None where there are none."""
+    specs = extra_args.get(ARGUMENT)
+    if isinstance(specs, PartitionSpec):
+        return jax.tree.map(lambda _: specs, tree)
+    return specs
+
+
+def sharded(x: Any, spec: Any, dims: Sequence[int], path: tuple[Any, ...], what: str) -> list[Any]:
+    """The mesh axes over which each of `dims` of a leaf is divided, inside a shard_map.
+
+    Args:
+      x: What the device has of the leaf.
+      spec: Its spec, or None if none was given.
+      dims: Axes of the leaf.
+      path: Where the leaf is, for errors.
+      what: What needs to know, for errors.
+    """
+    manual = _manual_axes()
+    if not manual:
+        return [()] * len(dims)
+    if spec is None:
+        varying = _varying(x)
+        if not varying and _is_checked(manual[0]):
+            # The same on every device.
+            return [()] * len(dims)
+        over = f"varies over the mesh axes {sorted(varying)}" if varying else "may be a part"
+        raise ValueError(
+            f"`{ARGUMENT}`: expected the partition specs of the parameters, got None, and leaf "
+            f"'{checks.path_string(path)}' {over} inside a shard_map, where {what} cannot know "
+            f"what is missing. Pass the specs by which the parameters came in: `update(grads, "
+            f"state, params, {ARGUMENT}=specs)`, `PartitionSpec()` for whole ones. Gradients of "
+            "each device's own batch are to be averaged before, by `jax.lax.pmean`."
+        )
+    if len(spec) > jnp.ndim(x):
+        raise ValueError(
+            f"`{ARGUMENT}`: expected a spec with at most {jnp.ndim(x)} parts for leaf "
+            f"'{checks.path_string(path)}', got {spec}. Pass that of the parameter."
+        )
+    parts = [*spec, *(None,) * (jnp.ndim(x) - len(spec))]
+    names = [p if isinstance(p, tuple) else () if p is None else (p,) for p in parts]
+    return [tuple(name for name in names[dim] if name in manual) for dim in dims]
+
+
+def sums(values: Sequence[jax.Array], names: Sequence[tuple[str, ...]]) -> list[jax.Array]:
+    """Each value summed over its mesh axes; those with the same axes in one reduction."""
+    results = list(values)
+    for axes in dict.fromkeys(names):
+        mine = [i for i, other in enumerate(names) if other == axes]
+        if axes:
+            flat = jnp.concatenate([values[i].reshape(-1) for i in mine])
+            total = jax.lax.psum(flat, axes)  # type: ignore[no-untyped-call]
+            start = 0
+            for i in mine:
+                piece = total[start : start + values[i].size].reshape(values[i].shape)
+                results[i] = piece.astype(values[i].dtype)
+                start += values[i].size
+    return results
+
+
+def gathered(x: jax.Array, dims: Sequence[int], names: Sequence[tuple[str, ...]]) -> jax.Array:
+    """The leaf with these of its axes whole."""
+    for dim, axes in zip(dims, names, strict=True):
+        if axes:
+            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+    return x
+
+
+def part(
+    x: jax.Array, like: jax.Array, dims: Sequence[int], names: Sequence[tuple[str, ...]]
+) -> jax.Array:
+    """What this device has of a gathered leaf, in the shape of `like`: undoes `gathered`."""
+    for dim, axes in zip(dims, names, strict=True):
+        if axes:
+            size = like.shape[dim]
+            start = jax.lax.axis_index(axes) * size
+            x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=dim)
+    return x
+
+
+def require_whole(tree: Any, specs: Any, what: str) -> None:
+    """Raises inside a shard_map where a leaf is not whole, for what works on whole leaves only."""
+    if not _manual_axes():
+        return
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for path, (x, spec) in zip(paths, trees.rows((tree, specs)), strict=True):
+        if any(sharded(x, spec, range(jnp.ndim(x)), path, what)):
+            raise NotImplementedError(
+                f"{what} inside a shard_map: expected whole leaves, got "
+                f"'{checks.path_string(path)}' with {spec}. Use it outside the shard_map, where "
+                "the compiler knows the shards."
+            )
+
+
+def _manual_axes() -> list[str]:
+    mesh = jax.sharding.get_abstract_mesh()
+    pairs = zip(mesh.axis_names, mesh.axis_types or (), strict=False)
+    return [name for name, kind in pairs if kind == AxisType.Manual]
+
+
+def _is_checked(name: str) -> bool:
+    """Whether this shard_map keeps track of what varies: its own index does, if so."""
+    return bool(_varying(jax.lax.axis_index(name)))
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which the type of an array says that it varies."""
+    kind: Any = jax.typeof(x)
+    if hasattr(kind, "vma"):  # before JAX 0.10
+        return frozenset(kind.vma)
+    return frozenset(kind.manual_axis_type.varying)

@@ -1,0 +1,182 @@
+"""Inside the user's own `jax.shard_map`: the same as outside, or an error, never something else."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import mars_optax
+from tests.support import interpreter, meshes, trees
+
+_MATRIX, _STACK = optax.contrib.MuonDimensionNumbers(0, 1), optax.contrib.MuonDimensionNumbers(1, 2)
+_NUMBERS = {"bias": None, "layers": _STACK, "stack": _STACK, "tall": _MATRIX, "wide": _MATRIX}
+_SPECS = {
+    "bias": P("x"),
+    "layers": P("x"),  # whole matrices, different ones on each device
+    "stack": P(None, "y", "x"),
+    "tall": P("x", "y"),
+    "wide": P(None, ("x", "y")),
+}
+
+
+def _tree(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "bias": (32,),
+        "layers": (4, 8, 16),
+        "stack": (3, 8, 16),
+        "tall": (16, 8),
+        "wide": (8, 32),
+    }
+    return {k: rng.standard_normal(shape).astype(np.float32) for k, shape in shapes.items()}
+
+
+def _grad_fn(params: Any) -> Any:
+    return jax.tree.map(lambda p: 0.3 * p + 0.1, params)
+
+
+_NS = {"ns_dtype": "float32"}
+_VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mars": (mars_optax.mars, {}),
+    "optimize_1d": (mars_optax.mars, {"optimize_1d": True, "amsgrad": True}),
+    "exact": (mars_optax.mars, {"correction": "exact"}),
+    "lion": (mars_optax.mars_lion, {}),
+    "shampoo": (mars_optax.mars_shampoo, _NS),
+    "mars_m": (mars_optax.mars_m, _NS),
+}
+
+
+def _make(name: str, **kwargs: Any) -> Any:
+    factory, options = _VARIANTS[name]
+    return factory(
+        **{"learning_rate": 0.1, "weight_dimension_numbers": _NUMBERS, **options, **kwargs}
+    )
+
+
+def _train(tx: Any, params: Any, grads: Any, **extra: Any) -> Any:
+    state = tx.init(params)
+    for gradient in grads:
+        updates, state = tx.update(gradient, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def _mapped(fn: Any, specs: Any = _SPECS, check_vma: bool = True) -> Any:
+    mesh = meshes.mesh(AxisType.Auto)
+    return jax.jit(
+        jax.shard_map(fn, mesh=mesh, in_specs=(specs, specs), out_specs=specs, check_vma=check_vma)
+    )
+
+
+class ShardMapTest(parameterized.TestCase):
+    @parameterized.product(name=list(_VARIANTS), check_vma=[True, False])
+    def test_with_specs_it_is_the_global_result(self, name: str, check_vma: bool):
+        tx, params, grads = _make(name), _tree(0), _tree(1)
+        extra = {"grad_fn": _grad_fn} if name == "exact" else {}
+        both = lambda g: (g, jax.tree.map(lambda x: -0.5 * x, g))  # noqa: E731
+        expected = _train(tx, params, both(grads), **extra)
+        train = _mapped(
+            lambda p, g: _train(tx, p, both(g), param_specs=_SPECS, **extra), check_vma=check_vma
+        )
+        # Sums over devices are added in another order; Newton-Schulz amplifies it.
+        tolerance = 1e-4 if name in ("shampoo", "mars_m") else 1e-6
+        trees.assert_close(train(params, grads), expected, rtol=tolerance, atol=tolerance)
+
+    @parameterized.product(name=["mars", "lion", "mars_m"], check_vma=[True, False])
+    def test_without_specs_it_is_an_error_that_names_leaf_and_remedy(self, name, check_vma):
+        tx = _make(name)
+        over = r"varies over the mesh axes \['x'\]" if check_vma else "may be a part"
+        with self.assertRaisesRegex(ValueError, rf"leaf 'layers' {over}.*param_specs=specs"):
+            _mapped(lambda p, g: _train(tx, p, [g]), check_vma=check_vma)(_tree(0), _tree(1))
+
+    def test_whole_leaves_need_no_specs_where_jax_keeps_track(self):
+        tx, params, grads = _make("mars_m"), _tree(0), _tree(1)
+        train = _mapped(lambda p, g: _train(tx, p, [g]), specs=P())
+        expected = _train(tx, params, [grads])
+        trees.assert_close(train(params, grads), expected, rtol=1e-5, atol=1e-5)
+        train = _mapped(
+            lambda p, g: _train(tx, p, [g], param_specs=P()), specs=P(), check_vma=False
+        )
+        trees.assert_close(train(params, grads), expected, rtol=1e-5, atol=1e-5)
+
+    def test_what_reduces_nothing_needs_none(self):
+        tx = _make("mars", max_norm=None)
+        params, grads = _tree(0), _tree(1)
+        train = _mapped(lambda p, g: _train(tx, p, [g]))
+        expected = _train(tx, params, [grads])
+        trees.assert_close(train(params, grads), expected, rtol=1e-6, atol=1e-6)
+
+    def test_the_clip_of_all_leaves_is_one_reduction_for_each_set_of_axes(self):
+        tx = mars_optax.clip_by_leaf_norm(1.0, weight_dimension_numbers=_NUMBERS)
+        clip = _mapped(lambda p, g: tx.update(g, tx.init(p), p, param_specs=_SPECS)[0])
+        params, grads = _tree(0), _tree(1)
+        expected, _ = tx.update(grads, tx.init(params), params)
+        trees.assert_close(clip(params, grads), expected, rtol=1e-6, atol=1e-6)
+        jaxpr = str(jax.make_jaxpr(clip)(params, grads))
+        # Over x for the bias, over y and x for the stack, over x and y for the others.
+        self.assertEqual(jaxpr.count(" psum"), 3)
+
+    def test_the_data_axis_of_averaged_gradients_does_not_matter(self):
+        tx, params, grads = _make("mars"), _tree(0), _tree(1)
+        specs = {k: P("y") if k == "tall" else P() for k in params}
+
+        def on(p: Any, g: Any) -> Any:
+            index = jax.lax.axis_index("x").astype(jnp.float32)
+            own = jax.tree.map(lambda x: x * (1 + index - 1.5), g)
+            return _train(tx, p, [jax.lax.pmean(own, "x")], param_specs=specs)
+
+        actual = _mapped(on, specs=specs)(params, grads)
+        expected = _train(tx, params, [grads])
+        trees.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+    def test_gradients_that_were_not_averaged_are_an_error(self):
+        tx = _make("mars")
+
+        def on(p: Any, g: Any) -> Any:
+            own = jax.tree.map(lambda x: x * jax.lax.axis_index("x").astype(jnp.float32), g)
+            return _train(tx, p, [own])
+
+        with self.assertRaisesRegex(ValueError, r"jax\.lax\.pmean"):
+            _mapped(on, specs=P())(_tree(0), _tree(1))
+
+    def test_a_spec_with_too_many_parts_is_an_error(self):
+        tx = _make("mars")
+        specs = {**_SPECS, "tall": P("x", "y", None)}
+        with self.assertRaisesRegex(ValueError, r"`param_specs`.*at most 2 parts for leaf 'tall'"):
+            _mapped(lambda p, g: _train(tx, p, [g], param_specs=specs))(_tree(0), _tree(1))
+
+    @parameterized.named_parameters(
+        ("float8", lambda: mars_optax.mars(0.1, prev_grad_dtype="float8_e4m3fn")),
+        ("cautious", lambda: mars_optax.cautious(mars_optax.scale_by_mars(max_norm=None))),
+        ("correction_clip", lambda: mars_optax.correct_gradients(correction_clip=1.0)),
+    )
+    def test_what_works_on_whole_leaves_says_so(self, make: Any):
+        tx = make()
+        with self.assertRaisesRegex(NotImplementedError, "inside a shard_map: expected whole"):
+            _mapped(lambda p, g: _train(tx, p, [g], param_specs=_SPECS))(_tree(0), _tree(1))
+
+    @interpreter.always()
+    def test_a_fused_step_takes_them(self):
+        tx, params, grads = _make("mars", implementation="pallas"), _tree(0), _tree(1)
+        updates, _ = _make("mars").update(grads, _make("mars").init(params), params)
+        step = _mapped(
+            lambda p, g: mars_optax.fused_step(tx, g, tx.init(p), p, param_specs=_SPECS)[0],
+            check_vma=False,
+        )
+        expected = optax.apply_updates(params, updates)
+        trees.assert_close(step(params, grads), expected, rtol=1e-6, atol=1e-6)
+
+    def test_outside_a_shard_map_they_change_nothing(self):
+        tx, params, grads = _make("mars"), _tree(0), _tree(1)
+        trees.assert_equal(
+            _train(tx, params, [grads], param_specs=_SPECS), _train(tx, params, [grads])
+        )
+
+
+if __name__ == "__main__":
+    absltest.main()
