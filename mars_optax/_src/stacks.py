@@ -98,7 +98,7 @@ def _joined(
     is_local = AxisType.Manual in jax.typeof(stack).sharding.mesh.axis_types
     if spread.explicit_mesh(stack) is not None:
         result = spread.by_types(fn, stack, constants)
-    elif not shards.is_one_device() and not is_local and stack.size:
+    elif not shards.is_one_device() and shards.has_partitioner() and not is_local and stack.size:
         result = spread.by_partitioner(fn, stack, constants)
     else:
         result = _in_pieces(fn, stack, constants)

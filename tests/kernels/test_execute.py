@@ -368,6 +368,16 @@ class RefusalTest(parameterized.TestCase):
             with self.assertRaisesRegex(NotImplementedError, f"kept or computed in {dtype}"):
                 execute.elementwise(_adamw, [leaf], (), "pallas")
 
+    @interpreter.always()
+    def test_tpus_with_automatic_axes(self):
+        mesh = meshes.mesh(AxisType.Auto)
+        with (
+            jax.set_mesh(mesh),
+            mock.patch.object(jax, "default_backend", return_value="tpu"),
+            self.assertRaisesRegex(NotImplementedError, "explicit axes, got 'pallas' on TPUs"),
+        ):
+            _run([_leaf((256,))], "pallas")
+
     def test_a_gpu_that_is_older_or_newer(self):
         device = mock.Mock(compute_capability="8.0")
         with (

@@ -233,7 +233,7 @@ def _by_kernels(
     def _jvp(primals: Any, tangents: Any) -> Any:
         return jax.jvp(xla, primals, tangents)
 
-    table = jnp.stack(list(scalars)) if scalars else jnp.zeros((1,), jnp.float32)
+    table = jnp.asarray(scalars or [0.0], jnp.float32)
     outputs = run(table, *(x for mine in arrays for x in mine))
     return [tuple(outputs[i * n_outputs : (i + 1) * n_outputs]) for i in range(len(leaves))]
 

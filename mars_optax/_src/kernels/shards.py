@@ -43,6 +43,12 @@ def on_shards(
         return tuple(mapped(replicated, *operands))
     if is_one_device() or jax.sharding.AxisType.Manual in sharding.mesh.axis_types:
         return local(replicated, *operands)
+    if not has_partitioner():
+        raise NotImplementedError(
+            "`implementation`: expected a mesh with explicit axes, got 'pallas' on TPUs with "
+            "automatic ones, where no kernel can be told its shards. Use explicit axes or your own "
+            "shard_map, or pass 'xla', or None to take what there is."
+        )
     return tuple(_partitioned(local, leaves, n_outputs)(replicated, *operands))
 
 
@@ -50,6 +56,11 @@ def is_one_device() -> bool:
     """Whether there is one device, so that nothing can be sharded."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 and (mesh.empty or mesh.size == 1)
+
+
+def has_partitioner() -> bool:
+    """Whether JAX can ask for the shards of an operation: not on TPUs (jax issue 38196)."""
+    return jax.default_backend() != "tpu"
 
 
 def _partitioned(
