@@ -47,8 +47,9 @@ def sharded(x: Any, spec: Any, dims: Sequence[int], path: tuple[Any, ...], what:
             f"`{ARGUMENT}`: expected the partition specs of the parameters, got None, and leaf "
             f"'{checks.path_string(path)}' {over} inside a shard_map, where {what} cannot know "
             f"what is missing. Pass the specs by which the parameters came in: `update(grads, "
-            f"state, params, {ARGUMENT}=specs)`, `PartitionSpec()` for whole ones. Gradients of "
-            "each device's own batch are to be averaged before, by `jax.lax.pmean`."
+            f"state, params, {ARGUMENT}=specs)`, `PartitionSpec()` for whole ones, as under "
+            "`jax.pmap`. Gradients of each device's own batch are to be averaged before, by "
+            "`jax.lax.pmean`."
         )
     if len(spec) > jnp.ndim(x):
         raise ValueError(

@@ -104,6 +104,20 @@ class ShardMapTest(parameterized.TestCase):
         )
         trees.assert_close(train(params, grads), expected, rtol=1e-5, atol=1e-5)
 
+    def test_whole_leaves_under_pmap(self):
+        tx = _make("mars_m")
+        params, grads = _tree(0), _tree(1)
+        expected = _train(tx, params, [grads])
+        replicated = [jax.tree.map(lambda x: jnp.stack([x, x]), t) for t in (params, grads)]
+        devices = jax.devices("cpu")[:2]
+        step = jax.pmap(
+            lambda p, g: _train(tx, p, [jax.lax.pmean(g, "d")], param_specs=P()),
+            axis_name="d",
+            devices=devices,
+        )
+        actual = jax.tree.map(lambda x: x[0], step(*replicated))
+        trees.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
     def test_what_reduces_nothing_needs_none(self):
         tx = _make("mars", max_norm=None)
         params, grads = _tree(0), _tree(1)
