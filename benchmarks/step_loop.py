@@ -49,6 +49,27 @@ class Carry:
         )
 
 
+def build_step(step: Step, carry: Carry) -> Callable[..., Any]:
+    """Builds one step whose previous gradients come from outside of what it returns.
+
+    As in :func:`build_loop`, so that no gradient is copied into a stored previous one.
+
+    Args:
+      step: the step to time.
+      carry: how to take its state apart.
+
+    Returns:
+      The step: it maps parameters, carried leaves of the state, gradients, and those outside of the
+      carry to parameters and carried leaves.
+    """
+
+    def one(params: Any, carried: list[Any], grads: Any, outside: list[Any]) -> Any:
+        params, state = step(grads, carry.whole(carried, outside), params)
+        return params, carry.carried(state)
+
+    return one
+
+
 def build_loop(step: Step, carry: Carry, steps: int) -> Callable[..., Any]:
     """Builds a loop of steps that costs what steps cost in training, and nothing else.
 
@@ -72,12 +93,12 @@ def build_loop(step: Step, carry: Carry, steps: int) -> Callable[..., Any]:
       The loop: it maps parameters, carried leaves of the state, gradients, and those outside of
       the carry to parameters and carried leaves.
     """
+    one = build_step(step, carry)
 
     def loop(params: Any, carried: list[Any], grads: Any, outside: list[Any]) -> Any:
         def body(_: Any, values: Any) -> Any:
             (params, carried), grads_, outside_ = _barrier((values, grads, outside))
-            params, state = step(grads_, carry.whole(carried, outside_), params)
-            return params, carry.carried(state)
+            return one(params, carried, grads_, outside_)
 
         return jax.lax.fori_loop(0, steps, body, (params, carried))
 

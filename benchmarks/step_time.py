@@ -19,7 +19,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jax.extend import backend as jax_backend
 
 from benchmarks import (
     ceilings,
+    command,
     environment,
     floors,
     gpt,
@@ -40,37 +41,14 @@ from benchmarks import (
     train_step,
 )
 
-_MODELS = flags.DEFINE_list(
-    "models",
-    None,
-    f"Whose parameters, out of {', '.join(gpt2_shapes.MODELS)}; 'tiny' on a processor, else "
-    "'small'.",
-)
 _LAYOUTS = flags.DEFINE_list(
     "layouts", list(gpt2_shapes.LAYOUTS), "A leaf for each layer, or one for all."
-)
-_ROWS = flags.DEFINE_string(
-    "rows",
-    None,
-    "Regular expression that the names of the optimizers match as a whole. The ratios need 'adamw' "
-    "and 'torch_adamw_fused'. By default all; with --train_step adamw, mars, mars_m and muon.",
 )
 _IMPLEMENTATIONS = flags.DEFINE_list(
     "implementations",
     ["default"],
     f"Of ours, out of {', '.join(step_candidates.IMPLEMENTATIONS)}.",
 )
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Measurements of each row.", lower_bound=1)
-_INNER = flags.DEFINE_integer(
-    "inner",
-    None,
-    "Steps in a measurement; by default fewer for larger models. With --train_step 4.",
-    lower_bound=2,
-)
-_RESULT = flags.DEFINE_string(
-    "result", None, "JSON file to write; benchmarks/results/step_time_DEVICE.json by default."
-)
-_COMMIT = flags.DEFINE_string("commit", None, "What to record as the commit; by default git says.")
 _PLOT = flags.DEFINE_list("plot", [], "Measure nothing: draw these JSON files, each beside it.")
 _TRAIN_STEP = flags.DEFINE_bool(
     "train_step", False, "Time whole training steps of a GPT instead of optimizer steps."
@@ -90,6 +68,8 @@ _ATTENTION = flags.DEFINE_enum(
 )
 _REMAT = flags.DEFINE_bool("remat", False, "Compute activations again in the backward pass.")
 
+flags.adopt_module_key_flags(command)
+
 _TRAINED = "(adamw|mars|mars_m|muon)(/fused)?"
 
 
@@ -101,49 +81,12 @@ def default_inner(parameters: int, backend: str) -> int:
     return 10 if backend == "cpu" else min(200, max(20, 25 * 10**9 // parameters))
 
 
-def _subset(name: str, given: Sequence[str], known: Sequence[str]) -> list[str]:
-    unknown = sorted(set(given) - set(known))
-    if unknown or not given:
-        raise ValueError(f"Expected --{name} out of {', '.join(known)}, got {list(given)}.")
-    return list(given)
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ValueError(
-            f"Expected a regular expression as --rows, got {text!r}: {error}."
-        ) from error
-
-
 def _selected(
     pattern: re.Pattern[str], implementations: Sequence[str]
 ) -> list[step_candidates.Candidate]:
     return [
         one for one in step_candidates.candidates(implementations) if pattern.fullmatch(one.name)
     ]
-
-
-def guarded(row: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Adds the figures to a row, or the "error" that came instead.
-
-    Args:
-      row: what is known before.
-      measure: returns the figures.
-
-    Returns:
-      A new row.
-    """
-    try:
-        return {**row, **measure()}
-    # Out of memory comes as a RuntimeError, a refusal as a NotImplementedError; whatever happens
-    # to one row, the others should be measured.
-    except Exception as error:
-        message = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {message[0] if message else 'without a message'}"
-        logging.info("%s failed: %s", row["name"], reason)
-        return {**row, "error": reason}
 
 
 def _jax_row(
@@ -239,13 +182,13 @@ def rows(
         }
         for name in torch_names if layout == "flat" else ():
             measure = functools.partial(_torch_row, name, host, backend, steps, repeats)
-            yield guarded({"name": name, **common}, measure)
+            yield command.guarded({"name": name, **common}, measure)
         # The parameters are put there for each row anew: a row gives its buffers up.
         for name in ("grads", "prev_grads"):
             host[name] = jax.tree.map(jax.device_put, host[name])
         for candidate in _selected(pattern, implementations):
             measure = functools.partial(_jax_row, candidate, host, steps, repeats)
-            yield guarded({"name": candidate.name, **common}, measure)
+            yield command.guarded({"name": candidate.name, **common}, measure)
             gc.collect()
 
 
@@ -271,14 +214,6 @@ def _work() -> train_step.Work:
     return train_step.Work(config, _BATCH.value, _MICROBATCH.value)
 
 
-def _result_path(device: str) -> pathlib.Path:
-    if _RESULT.value is not None:
-        return pathlib.Path(_RESULT.value)
-    slug = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
-    kind = "train_step" if _TRAIN_STEP.value else "step_time"
-    return pathlib.Path(__file__).parent / "results" / f"{kind}_{slug}.json"
-
-
 def _draw(paths: Sequence[str]) -> None:
     for path in map(pathlib.Path, paths):
         step_report.plot(json.loads(path.read_text()), path.with_suffix(".png"))
@@ -297,12 +232,14 @@ def main(argv: Sequence[str]) -> None:
             # Before the first use of the device: by default JAX takes most of its memory.
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         default = "tiny" if jax.default_backend() == "cpu" else "small"
-        models = _subset("models", _MODELS.value or [default], list(gpt2_shapes.MODELS))
-        layouts = _subset("layouts", _LAYOUTS.value, gpt2_shapes.LAYOUTS)
-        implementations = _subset(
+        models = command.subset(
+            "models", command.MODELS.value or [default], list(gpt2_shapes.MODELS)
+        )
+        layouts = command.subset("layouts", _LAYOUTS.value, gpt2_shapes.LAYOUTS)
+        implementations = command.subset(
             "implementations", _IMPLEMENTATIONS.value, step_candidates.IMPLEMENTATIONS
         )
-        pattern = _pattern(_ROWS.value or (_TRAINED if _TRAIN_STEP.value else ".*"))
+        pattern = command.pattern(command.ROWS.value or (_TRAINED if _TRAIN_STEP.value else ".*"))
         work = _work() if _TRAIN_STEP.value else None
         names = [one.name for one in _selected(pattern, implementations)]
         if not names and not any(map(pattern.fullmatch, torch_peers.NAMES)):
@@ -312,7 +249,7 @@ def main(argv: Sequence[str]) -> None:
 
     tree: dict[str, Any] = {
         "environment": {
-            **environment.describe(_COMMIT.value),
+            **environment.describe(command.COMMIT.value),
             "backend": jax_backend.get_backend().platform_version,
             **torch_peers.versions(),
         },
@@ -321,14 +258,15 @@ def main(argv: Sequence[str]) -> None:
             "layouts": layouts,
             "rows": pattern.pattern,
             "implementations": implementations,
-            "repeats": _REPEATS.value,
+            "repeats": command.REPEATS.value,
             "train_step": None if work is None else dataclasses.asdict(work),
         },
         "ceilings": ceilings.measure(),
         "rows": [],
         "training": [],
     }
-    path = _result_path(tree["environment"]["device"])
+    kind = "step_time" if work is None else "train_step"
+    path = command.result_path(kind, tree["environment"]["device"])
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def write() -> None:
@@ -339,8 +277,8 @@ def main(argv: Sequence[str]) -> None:
         measured = train_step.measure(
             _selected(pattern, implementations),
             work,
-            steps=_INNER.value or 4,
-            repeats=_REPEATS.value,
+            steps=command.INNER.value or 4,
+            repeats=command.REPEATS.value,
         )
         tree["training"] = step_report.complete_training(measured, tree["ceilings"])
         write()
@@ -351,8 +289,8 @@ def main(argv: Sequence[str]) -> None:
             layouts,
             pattern,
             implementations,
-            inner=_INNER.value,
-            repeats=_REPEATS.value,
+            inner=command.INNER.value,
+            repeats=command.REPEATS.value,
         ):
             logging.info(
                 "%s, %s, %s: %s", row["model"], row["layout"], row["name"], row.get("ms", "failed")
