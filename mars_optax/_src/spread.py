@@ -56,8 +56,37 @@ def by_types(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> j
     # Where matrices do not come out even, devices get zeros, which stay zeros.
     missing = -stack.shape[0] % (held * _devices(mesh, more))
     padded = jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) if missing else stack
-    result = _reshard(fn(_reshard(padded, _along_the_stack((*own, *more))), *constants), spec)
+    path = _path(spec, (*own, *more))
+    for place in path[1:]:
+        padded = _reshard(padded, place)
+    result = fn(padded, *constants)
+    for place in reversed(path[:-1]):
+        result = _reshard(result, place)
     return result[: stack.shape[0]] if missing else result
+
+
+def _path(spec: Any, names: Sequence[str]) -> list[PartitionSpec]:
+    """The places of a stack on its way to whole matrices that are divided over `names`.
+
+    One axis of the array after the other is made whole, those mesh axes that are not in `names`
+    first: each step is one gather or one all-to-all. In one step the compiler gathers everything.
+    """
+    parts = [_names(part) for part in spec]
+    path = [spec]
+
+    def step(*new: Sequence[str]) -> None:
+        if list(new) != parts:
+            parts[:] = new
+            path.append(_partition_spec(*(tuple(part) or None for part in new)))
+
+    for axis in (1, 2):
+        kept = [tuple(n for n in part if i != axis or n in names) for i, part in enumerate(parts)]
+        step(*kept)
+        moved = [*kept]
+        moved[0], moved[axis] = (*kept[0], *kept[axis]), ()
+        step(*moved)
+    step((*parts[0], *(n for n in names if n not in parts[0])), (), ())
+    return path
 
 
 def by_partitioner(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> jax.Array:
