@@ -206,11 +206,14 @@ def _moved(mesh: Any, x: jax.Array, before: _Place, after: _Place) -> jax.Array:
         # Mesh axes go from a side to the stack, or back.
         source, target = changed if len(before[0]) > len(after[0]) else reversed(changed)
         names = before[source][len(after[source]) :]
-        return jax.lax.all_to_all(x, names, split_axis=target, concat_axis=source, tiled=True)
+        swap: Any = jax.lax.all_to_all  # untyped in JAX
+        exchanged: jax.Array = swap(x, names, split_axis=target, concat_axis=source, tiled=True)
+        return exchanged
     (axis,) = changed
     kept = min(len(before[axis]), len(after[axis]))
     if len(before[axis]) > kept:
-        return jax.lax.all_gather(x, before[axis][kept:], axis=axis, tiled=True)
+        gathered: jax.Array = jax.lax.all_gather(x, before[axis][kept:], axis=axis, tiled=True)
+        return gathered
     size = x.shape[axis] // _devices(mesh, after[axis][kept:])
     start = jax.lax.axis_index(after[axis][kept:]) * size
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=axis)
