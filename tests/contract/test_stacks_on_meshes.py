@@ -203,7 +203,10 @@ class LayoutsTest(parameterized.TestCase):
         compiled = _compiled(kind, layout, steps)
 
         def counted(found: list[hlo.Collective]) -> list[tuple[Any, ...]]:
-            return sorted(dataclasses.astuple(c) for c in found)
+            # The compiler of JAX 0.7 keeps the small matrices, which every device has whole,
+            # divided between the iterations of a loop.
+            size = 0 if jax.__version_info__ >= (0, 10) else _MATRIX // 4
+            return sorted(dataclasses.astuple(c) for c in found if c.elements > size)
 
         self.assertEqual(counted(_large(compiled)), counted(_large(_compiled(kind, layout, 2))))
         if layout != "stack_axis":
@@ -269,8 +272,8 @@ class WhatMovesTest(parameterized.TestCase):
         for shape, spec in (((16, 32), P("x", "y")), ((4, 16, 32), P("x", "y"))):
             found = self._found(_EXPLICIT, shape, spec, _function(fn=own))
             large = [c for c in found if c.elements > len(shape)]
-            # One for each axis of the mesh, and three for a stack: the result is sent nowhere.
-            self.assertLessEqual(len(large), 3, large)
+            # One for each axis of the mesh: the result is sent nowhere.
+            self.assertLessEqual(len(large), 2, large)
             self.assertEqual({c.kind for c in large}, {"all-gather"})
 
 
