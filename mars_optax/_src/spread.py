@@ -56,7 +56,12 @@ def by_types(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> j
     # Where matrices do not come out even, devices get zeros, which stay zeros.
     missing = -stack.shape[0] % (held * _devices(mesh, more))
     padded = jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) if missing else stack
-    result = _reshard(fn(_reshard(padded, _along_the_stack((*own, *more))), *constants), spec)
+    path = _path(spec, (*own, *more))
+    for place in path[1:]:
+        padded = _reshard(padded, _spec(place))
+    result = fn(padded, *constants)
+    for place in reversed(path[:-1]):
+        result = _reshard(result, _spec(place))
     return result[: stack.shape[0]] if missing else result
 
 
@@ -73,26 +78,42 @@ def by_partitioner(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]
 
     def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
         del result_shape
-        sharding = arg_shapes[0].sharding
-        spec = (*sharding.spec, None, None, None)[:3]
-        slices, short, _ = arg_shapes[0].shape
-        own = _names(spec[0])
+        shape, spec = arg_shapes[0].shape, arg_shapes[0].sharding.spec
+        own = _names(spec[0]) if len(spec) else ()
         names = own
-        if short >= SHORTEST_TO_DIVIDE and not (own and spec[1] is None and spec[2] is None):
-            fitting = [s for s in _subsets(mesh.axis_names) if slices % _devices(mesh, s) == 0]
-            names = max(fitting, key=lambda s: (_devices(mesh, s), s == own))
-        there = NamedSharding(mesh, _along_the_stack(names))
-        everywhere = NamedSharding(mesh, _partition_spec())
-        return mesh, local, there, (there, *(everywhere for _ in constants))
+        if shape[1] >= SHORTEST_TO_DIVIDE and not (own and len(spec) == 1):
+            names = max(
+                (
+                    (*own, *more)
+                    for more in _subsets([name for name in mesh.axis_names if name not in own])
+                    if shape[0] % _devices(mesh, (*own, *more)) == 0
+                ),
+                key=lambda names: _devices(mesh, names),
+            )
+        path = _path(spec, names)
+        # The compiler moves what does not come out even.
+        ends = path if _is_even(mesh, shape, path[0]) else path[-1:]
+        place = NamedSharding(mesh, _spec(ends[0]))
+        everywhere = NamedSharding(mesh, _spec(()))
 
-    def local(*args: jax.Array) -> jax.Array:
+        def local(stack: jax.Array, *rest: jax.Array) -> jax.Array:
+            for before, after in itertools.pairwise(ends):
+                stack = _moved(mesh, stack, before, after)
+            result = fn(stack, *rest)
+            for before, after in itertools.pairwise(reversed(ends)):
+                result = _moved(mesh, result, before, after)
+            return result
+
+        return mesh, local, place, (place, *(everywhere for _ in constants))
+
+    def whole(*args: jax.Array) -> jax.Array:
         return fn(*args)
 
     factors = [
         " ".join(f"constant{i}axis{axis}" for axis in range(x.ndim))
         for i, x in enumerate(constants)
     ]
-    call: Any = custom_partitioning(local)  # type: ignore[no-untyped-call]
+    call: Any = custom_partitioning(whole)  # type: ignore[no-untyped-call]
     call.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
@@ -148,8 +169,62 @@ def _names(part: Any) -> tuple[str, ...]:
     return tuple(part) if isinstance(part, tuple) else (part,)
 
 
-def _along_the_stack(names: Sequence[str]) -> PartitionSpec:
-    spec: PartitionSpec = _partition_spec(tuple(names) or None, None, None)
+# The mesh axes that each axis of a stack is divided over.
+_Place = tuple[tuple[str, ...], ...]
+
+
+def _path(spec: Any, names: Sequence[str]) -> list[_Place]:
+    """The places of a stack on its way to whole matrices that are divided over `names`.
+
+    One axis of the array after the other is made whole, and each step is one gather or one
+    all-to-all: of all in one step, compilers gather everything. Only the first step of an axis may
+    gather: mesh axes not in `names`, and those that are beyond them.
+    """
+    place = tuple(_names(part) for part in (*spec, None, None, None)[:3])
+    path = [place]
+
+    def step(*after: Sequence[str]) -> None:
+        if tuple(after) != path[-1]:
+            path.append(tuple(tuple(part) for part in after))
+
+    for axis in (1, 2):
+        stack, *sides = path[-1]
+        moved = tuple(itertools.takewhile(lambda name: name in names, sides[axis - 1]))
+        sides[axis - 1] = moved
+        step(stack, *sides)
+        sides[axis - 1] = ()
+        step((*stack, *moved), *sides)
+    stack = path[-1][0]
+    step((*stack, *(name for name in names if name not in stack)), (), ())
+    return path
+
+
+def _moved(mesh: Any, x: jax.Array, before: _Place, after: _Place) -> jax.Array:
+    """What a device has of a stack after one step of a path, or of one that is walked back."""
+    changed = [axis for axis in range(3) if before[axis] != after[axis]]
+    if len(changed) == 2:
+        # Mesh axes go from a side to the stack, or back.
+        source, target = changed if len(before[0]) > len(after[0]) else reversed(changed)
+        names = before[source][len(after[source]) :]
+        swap: Any = jax.lax.all_to_all  # untyped in JAX
+        exchanged: jax.Array = swap(x, names, split_axis=target, concat_axis=source, tiled=True)
+        return exchanged
+    (axis,) = changed
+    kept = min(len(before[axis]), len(after[axis]))
+    if len(before[axis]) > kept:
+        gathered: jax.Array = jax.lax.all_gather(x, before[axis][kept:], axis=axis, tiled=True)
+        return gathered
+    size = x.shape[axis] // _devices(mesh, after[axis][kept:])
+    start = jax.lax.axis_index(after[axis][kept:]) * size
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=axis)
+
+
+def _is_even(mesh: Any, shape: Sequence[int], place: _Place) -> bool:
+    return all(n % _devices(mesh, names) == 0 for n, names in zip(shape, place, strict=True))
+
+
+def _spec(place: Sequence[Sequence[str]]) -> PartitionSpec:
+    spec: PartitionSpec = _partition_spec(*(tuple(part) or None for part in place))
     return spec
 
 
