@@ -184,7 +184,11 @@ class LeftOutTest(DiagnoseTestCase):
         ("stateless", optax.sgd(0.1)),
     )
     def test_without_a_previous_gradient_only_the_norm_is_known(self, tx):
-        extra = {"grad_fn": lambda p: p} if "Extra" in type(tx).__name__ else {}
+        extra = (
+            {"grad_fn": lambda p: p}
+            if isinstance(tx, optax.GradientTransformationExtraArgs)
+            else {}
+        )
         grads = _tree(2)
         actual = mars_optax.diagnose(grads, _after(tx, _tree(1), **extra))
         self.assertEqual(set(actual), {"gradient_norm"})

@@ -170,6 +170,8 @@ class CommunicationTest(parameterized.TestCase):
         found = hlo.collectives(_compiled(name, layout).as_text())
         self.assertEqual({c.times for c in found}, {1})
         work = planning.redundant(_SMALL.matrices, layout)
+        # Besides, the norms of the matrices: a number for each.
+        found = [c for c in found if c.elements > sum(_SMALL.matrices.values())]
         self.assertAlmostEqual(sum(c.received for c in found), work.received)
         self.assertGreaterEqual(
             _compiled(name, layout).memory_analysis().temp_size_in_bytes, work.held
