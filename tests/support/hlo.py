@@ -125,14 +125,15 @@ def _bytes_of(dtype: str) -> int:
 
 
 def _group_size(line: str) -> int:
-    # One of {{0,1},{2,3}}, [groups,size]<=[...], and mesh['a'=4,'b'=2] {'b'}.
+    # One of {{0,1},{2,3}}, [groups,size]<=[...], and mesh['a'=4,'b'=2] {'b'}, the
+    # last one also with an order of devices before the braces.
     listed = re.search(r"replica_groups=\{\{([0-9,]*)\}", line)
     if listed is not None:
         return len(listed[1].split(","))
     short = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", line)
     if short is not None:
         return int(short[2])
-    named = re.search(r"replica_groups=mesh\[(.*?)\]\s*\{(.*?)\}", line)
+    named = re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", line)
     if named is not None:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
