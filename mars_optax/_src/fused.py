@@ -114,9 +114,9 @@ def fused_step(
 
     The result is the same, to the rounding of compiled sums. What is gained: on one Hopper GPU the
     many small leaves of a model whose layers are not stacked (biases, scales of norms) share
-    kernels, which otherwise are launched one by one, and with ``implementation="pallas"`` every
-    leaf is read and written once by a kernel, the parameters in place. Elsewhere, and for any other
-    optimizer, this is those two calls, which XLA fuses under :func:`jax.jit`.
+    kernels, which otherwise are launched one by one. With ``implementation="pallas"`` kernels
+    update every leaf, parameters and state in place. Elsewhere, and for any other optimizer, this
+    is those two calls, which XLA fuses under :func:`jax.jit`.
 
     Args:
       optimizer: Any optimizer. One of this package by itself is fused; inside a chain or another

@@ -10,7 +10,7 @@ WARPGROUP: Final = 128
 BLOCKS: Final = (2048, 1024, 512, 256, 128)
 # Elements up to which launching a kernel takes longer than what the kernel does.
 SMALL: Final = 1 << 16
-# Leaves of a call: each adds to what has to be compiled.
+# Leaves of a call: each has code of its own in it.
 GROUP: Final = 8
 
 
