@@ -33,12 +33,14 @@ class Dense:
 class CallableDense:
     """A module as Equinox has them: a tree that can be called.
 
-    Its fields are not those of `Dense`: JAX takes the definitions of two dataclasses with the same
-    fields for one, and a compiled function returns the class that it saw first.
+    It has one field more than `Dense`: JAX takes the definitions of two dataclasses with as many
+    fields for equal, and where their hashes meet, too, a compiled function returns the class that it
+    saw first.
     """
 
     weight: Any
     offset: Any
+    scale: Any = None
 
     def __call__(self, x: Any) -> Any:
         return x @ self.weight + self.offset
