@@ -1,13 +1,15 @@
 """What the compiler made of a program, read from its optimized HLO text."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"^\s*([\w\-]+)\(")
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 # Names for parts of a buffer, and the ends of what began elsewhere: nothing runs on the device.
@@ -29,21 +31,12 @@ _FREE = frozenset(
     }
 )
 
-_COLLECTIVES = frozenset(
-    {
-        "all-gather",
-        "all-reduce",
-        "all-to-all",
-        "collective-broadcast",
-        "collective-permute",
-        "ragged-all-to-all",
-        "reduce-scatter",
-    }
-)
-_CALLED = re.compile(
-    r"\b(body|condition|to_apply|calls|branch_computations|true_computation|false_computation"
-    r"|called_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))"
-)
+
+class Array(NamedTuple):
+    """The size of an array, by its type."""
+
+    elements: int
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,22 +62,7 @@ class Instruction:
     @property
     def arrays(self) -> list[int]:
         """The bytes of each array of the result."""
-        return _arrays(self.type)
-
-    @property
-    def collective(self) -> str | None:
-        """The kind of a collective; None for others, and for the end of an asynchronous one."""
-        kind = self.opcode.removesuffix("-start")
-        return kind if kind in _COLLECTIVES else None
-
-    @property
-    def collective_bytes(self) -> int:
-        """The bytes of a collective's results on one device."""
-        # The start of an asynchronous one has operands, results and perhaps contexts; only that of
-        # an all-reduce has the type of its results.
-        if self.opcode.endswith("-start") and self.collective != "all-reduce":
-            return sum(_arrays(_parts(self.type)[1]))
-        return sum(self.arrays)
+        return [array.bytes for array in arrays(self.type)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,29 +83,27 @@ class LoopReport:
     iterations: int | None
 
 
-def _array_bytes(dtype: str, dims: str) -> int:
-    bits = re.search(r"\d+", dtype)
-    count = 1
-    for dim in filter(None, dims.split(",")):
-        count *= int(dim)
-    size = 8 if dtype == "pred" else int(bits.group()) if bits else 0
-    return count * size // 8
+def arrays(type_: str) -> list[Array]:
+    """Returns the arrays of a type, also of a nested tuple's; of a dynamic one the largest size."""
+    found = []
+    for dtype, dims in _ARRAY.findall(type_):
+        elements = math.prod(int(dim.removeprefix("<=")) for dim in dims.split(",") if dim)
+        bits = re.search(r"\d+", dtype)
+        size = 8 if dtype == "pred" else int(bits.group()) if bits else 0
+        found.append(Array(elements, elements * size // 8))
+    return found
 
 
-def _arrays(type_: str) -> list[int]:
-    return [_array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(type_)]
-
-
-def _parts(type_: str) -> list[str]:
+def parts(type_: str) -> list[str]:
     """Splits a tuple's type into those of its elements."""
-    parts, depth = [""], 0
+    found, depth = [""], 0
     for character in type_.removeprefix("(").removesuffix(")"):
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 0:
-            parts.append("")
+            found.append("")
         else:
-            parts[-1] += character
-    return parts
+            found[-1] += character
+    return found
 
 
 def _split_type(text: str) -> tuple[str, str]:
@@ -230,62 +206,3 @@ def loop_report(text: str) -> LoopReport:
         carried=len(loop.arrays),
         iterations=loop.trip_count,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """The collectives of one kind in a program.
-
-    Attributes:
-      kind: as in HLO, without "-start".
-      count: how often they run; those in a loop as often as it does, or once where the compiler
-        does not say how often that is; those in any branch of a condition.
-      bytes: of their results on one device, added up likewise.
-      in_loop: whether one of them is in a loop.
-    """
-
-    kind: str
-    count: int
-    bytes: int
-    in_loop: bool
-
-
-def _run(
-    computations: dict[str, list[Instruction]], name: str, times: int = 1, in_loop: bool = False
-) -> Iterator[tuple[Instruction, int, bool]]:
-    """Yields every instruction, how often it runs, and whether in a loop."""
-    for instruction in computations.get(name, ()):
-        yield instruction, times, in_loop
-        # What a collective calls is its reduction, or what it wraps.
-        if instruction.collective:
-            continue
-        is_loop = instruction.opcode == "while"
-        more = times * ((is_loop and instruction.trip_count) or 1)
-        for _, several, single in _CALLED.findall(instruction.rest):
-            for target in re.findall(r"[\w.\-]+", several or single):
-                yield from _run(computations, target, more, in_loop or is_loop)
-
-
-def collectives(text: str) -> list[Collective]:
-    """Counts the collectives of a program.
-
-    An asynchronous one, a start and a done in HLO for GPUs, counts once.
-
-    Args:
-      text: optimized HLO.
-
-    Returns:
-      One entry for each kind, by name.
-    """
-    computations, entry = parse(text)
-    found: dict[str, Collective] = {}
-    for instruction, times, in_loop in _run(computations, entry):
-        if kind := instruction.collective:
-            before = found.get(kind, Collective(kind, 0, 0, False))
-            found[kind] = Collective(
-                kind,
-                before.count + times,
-                before.bytes + times * instruction.collective_bytes,
-                before.in_loop or in_loop,
-            )
-    return [found[kind] for kind in sorted(found)]

@@ -26,10 +26,10 @@ from absl import app, flags, logging
 from jax.extend import backend as jax_backend
 
 from benchmarks import (
+    collectives,
     command,
     environment,
     gpt2_shapes,
-    hlo,
     report,
     shardings,
     step_candidates,
@@ -108,10 +108,10 @@ def _compiled(
     return compiled, traced - began, time.perf_counter() - traced
 
 
-def _found(compiled: jax.stages.Compiled) -> list[hlo.Collective]:
+def _found(compiled: jax.stages.Compiled) -> list[collectives.Total]:
     text = compiled.as_text()
     assert text is not None
-    return hlo.collectives(text)
+    return collectives.totals(collectives.collectives(text))
 
 
 def measure(

@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
-from benchmarks import planning
-from tests.support import hlo
+from benchmarks import collectives, planning
 
 _SMALL = planning.Transformer("small", 1, 64, 4, 1, 16, 192, 256)
 _LAYOUTS = (planning.Layout(8), planning.Layout(4, 2))
@@ -153,12 +152,12 @@ class MemoryTest(parameterized.TestCase):
 class CommunicationTest(parameterized.TestCase):
     @parameterized.product(name=["AdamW", "mars, keep_prev_grad=False"], layout=_LAYOUTS)
     def test_elementwise_variants_receive_nothing(self, name: str, layout: planning.Layout):
-        self.assertEmpty(hlo.collectives(_compiled(name, layout).as_text()))
+        self.assertEmpty(collectives.collectives(_compiled(name, layout).as_text()))
         self.assertEqual(planning.clip_bytes(_SMALL, _VARIANTS[name], layout), 0)
 
     @parameterized.parameters(*_LAYOUTS)
     def test_the_clip_receives_a_number_for_each_matrix(self, layout: planning.Layout):
-        found = hlo.collectives(_compiled("mars", layout).as_text())
+        found = collectives.collectives(_compiled("mars", layout).as_text())
         self.assertAlmostEqual(
             sum(c.received for c in found),
             planning.clip_bytes(_SMALL, _VARIANTS["mars"], layout),
@@ -167,7 +166,7 @@ class CommunicationTest(parameterized.TestCase):
     @parameterized.parameters(*_LAYOUTS)
     def test_gathering_every_matrix_receives_them_once(self, layout: planning.Layout):
         name = "mars_m, keep_prev_grad=False"
-        found = hlo.collectives(_compiled(name, layout).as_text())
+        found = collectives.collectives(_compiled(name, layout).as_text())
         self.assertEqual({c.times for c in found}, {1})
         work = planning.redundant(_SMALL.matrices, layout)
         # Besides, the norms of the matrices: a number for each.
@@ -201,7 +200,7 @@ class CommunicationTest(parameterized.TestCase):
         with _explicit_mesh(layout) as mesh:
             sharding = NamedSharding(mesh, places[0])
             x = jax.ShapeDtypeStruct((padded, *shape), jnp.float32, sharding=sharding)
-            found = hlo.collectives(jax.jit(update).lower(x).compile().as_text())
+            found = collectives.collectives(jax.jit(update).lower(x).compile().as_text())
         work = planning.divided({shape: count}, layout, over=over, width=4)
         self.assertAlmostEqual(sum(c.received for c in found), work.received)
         self.assertEqual({c.times for c in found}, {1})

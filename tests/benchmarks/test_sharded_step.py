@@ -18,7 +18,7 @@ from absl import flags
 from absl.testing import absltest, flagsaver, parameterized
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import gpt2_shapes, hlo, sharded_step, shardings
+from benchmarks import gpt2_shapes, sharded_step, shardings
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _ENTRIES = {one.name: one for one in sharded_step.entries()}
@@ -72,102 +72,6 @@ class ShardingsTest(parameterized.TestCase):
             self.assertEqual(spec, expected[shape])
         # Of two layers, with a momentum at the least.
         self.assertGreaterEqual(sum(shape != () for shape, _ in kernels), 4)
-
-
-_CPU = """HloModule jit_one, is_scheduled=true, num_partitions=8
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %sum = f32[] add(%x, %y)
-}
-
-ENTRY %main (a: f32[4,2]) -> f32[32,2] {
-  %a = f32[4,2]{1,0} parameter(0)
-  %all-reduce.1 = (f32[], f32[4]{0}) all-reduce(%n, %m), channel_id=1, \
-replica_groups=[1,8]<=[8], use_global_device_ids=true, to_apply=%add
-  %swap = bf16[8]{0} collective-permute(%b), channel_id=2, source_target_pairs={{0,1},{1,0}}
-  %spread = (f32[1,2]{1,0}, f32[1,2]{1,0}) all-to-all(%p, %q), channel_id=3, \
-replica_groups={{0,1},{2,3}}
-  ROOT %all-gather.2 = f32[32,2]{1,0} all-gather(%a), channel_id=4, dimensions={0}
-}
-"""
-
-_GPU = """HloModule jit_one, is_scheduled=true, num_partitions=2
-
-%wrapped (w: f32[8]) -> f32[4] {
-  %w = f32[8]{0} parameter(0)
-  ROOT %rs = f32[4]{0} reduce-scatter(%w), channel_id=5, dimensions={0}, to_apply=%add
-}
-
-%body (c: (s32[], bf16[4,6])) -> (s32[], bf16[4,6]) {
-  %c = (s32[], bf16[4,6]{1,0}) parameter(0)
-  %ar-start = bf16[4,6]{1,0} all-reduce-start(%g), channel_id=1, to_apply=%add
-  %ar-done = bf16[4,6]{1,0} all-reduce-done(%ar-start)
-  ROOT %r = (s32[], bf16[4,6]{1,0}) tuple(%i, %ar-done)
-}
-
-%condition (d: (s32[], bf16[4,6])) -> pred[] {
-  ROOT %less = pred[] compare(%i, %n), direction=LT
-}
-
-ENTRY %main.9_spmd (a: f32[4,2]) -> f32[8,2] {
-  %all-gather-start = (f32[4,2]{1,0}, f32[8,2]{1,0:S(1)}) all-gather-start(%a), channel_id=2, \
-replica_groups=[1,2]<=[2], dimensions={0}, backend_config={"is_sync":true}
-  %all-gather-done = f32[8,2]{1,0:S(1)} all-gather-done(%all-gather-start)
-  %both-start = ((f32[2]{0}, bf16[3]{0}), (f32[4]{0}, bf16[6]{0})) all-gather-start(%p, %q)
-  %both-done = (f32[4]{0}, bf16[6]{0}) all-gather-done(%both-start)
-  %move = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%s)
-  %moved = f32[8]{0} collective-permute-done(%move)
-  %scatter = ((f32[8]{0}), f32[4]{0}, s32[]) async-start(%t), calls=%wrapped
-  %scattered = f32[4]{0} async-done(%scatter)
-  %while = (s32[], bf16[4,6]{1,0}) while(%init), condition=%condition, body=%body, \
-backend_config={"known_trip_count":{"n":"5"}}
-  %dot = f32[8,2]{1,0} custom-call(%u), custom_call_target="all-gather-start("
-}
-"""
-
-
-class CollectivesTest(absltest.TestCase):
-    def test_on_cpu_they_are_one_operation_each(self):
-        expected = [
-            hlo.Collective("all-gather", 1, 32 * 2 * 4, in_loop=False),
-            hlo.Collective("all-reduce", 1, 4 + 4 * 4, in_loop=False),
-            hlo.Collective("all-to-all", 1, 2 * 2 * 4, in_loop=False),
-            hlo.Collective("collective-permute", 1, 8 * 2, in_loop=False),
-        ]
-        self.assertEqual(hlo.collectives(_CPU), expected)
-
-    def test_on_gpu_a_start_and_a_done_are_one_and_the_operands_are_no_result(self):
-        expected = [
-            hlo.Collective("all-gather", 2, 8 * 2 * 4 + 4 * 4 + 6 * 2, in_loop=False),
-            hlo.Collective("all-reduce", 5, 5 * 4 * 6 * 2, in_loop=True),
-            hlo.Collective("collective-permute", 1, 8 * 4, in_loop=False),
-            hlo.Collective("reduce-scatter", 1, 4 * 4, in_loop=False),
-        ]
-        self.assertEqual(hlo.collectives(_GPU), expected)
-
-    def test_a_start_that_names_what_it_wraps_counts_once(self):
-        text = _GPU.replace("async-start(", "reduce-scatter-start(")
-        self.assertEqual(hlo.collectives(text), hlo.collectives(_GPU))
-
-    def test_in_branches_and_loops_of_unknown_length_they_are_found(self):
-        text = re.sub(r", backend_config=\{\"known.*\}\}", "", _GPU).replace(
-            "async-start(%t), calls=%wrapped",
-            "conditional(%t), branch_computations={%condition, %wrapped}",
-        )
-        found = {one.kind: one for one in hlo.collectives(text)}
-        self.assertEqual(found["all-reduce"], hlo.Collective("all-reduce", 1, 48, in_loop=True))
-        self.assertEqual(found["reduce-scatter"].count, 1)
-
-    def test_the_compilers_own_text(self):
-        mesh = shardings.mesh(8)
-        cut = jax.NamedSharding(mesh, P("devices"))
-        x = jax.device_put(jnp.ones((16, 3)), cut)
-        whole = jax.NamedSharding(mesh, P())
-        program = jax.jit(lambda x: x * 2, out_shardings=whole).lower(x).compile().as_text()
-        expected = [hlo.Collective("all-gather", 1, 16 * 3 * 4, in_loop=False)]
-        self.assertEqual(hlo.collectives(program), expected)
 
 
 class MeasureTest(absltest.TestCase):

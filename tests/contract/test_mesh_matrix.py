@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
-from tests.support import hlo, trees
+from benchmarks import collectives
+from tests.support import trees
 
 _SHAPES = {"tall": (16, 8), "wide": (8, 16), "stack": (4, 8, 16), "vector": (16,)}
 _MATRICES = 6  # tall, wide, and the four of the stack
@@ -194,7 +195,7 @@ class MeshMatrixTest(parameterized.TestCase):
     def _check_collectives(
         self, variant: Variant, text: str, axis_type: AxisType, layout: str
     ) -> None:
-        found = hlo.collectives(text)
+        found = collectives.collectives(text)
         if variant.collectives == "none":
             self.assertEmpty(found)
         large = [c for c in found if c.elements > _MATRICES]
@@ -203,7 +204,7 @@ class MeshMatrixTest(parameterized.TestCase):
         # On a mesh of automatic axes the compiler decides what Newton-Schulz communicates, and that
         # of JAX 0.7 keeps the stack divided between the iterations on explicit ones, too.
         if axis_type is AxisType.Explicit and jax.__version_info__ >= (0, 10):
-            self.assertEmpty([c for c in found if c.is_in_loop])
+            self.assertEmpty([c for c in found if c.in_loop])
             # Gathered once, over one axis of the mesh after the other.
             self.assertLessEqual(len(large), 2 * 3, large)
             if layout == "layers":
@@ -224,68 +225,6 @@ class MeshMatrixTest(parameterized.TestCase):
                 atol=tolerance * abs(wide).max(),
                 err_msg=trees.path_of(path),
             )
-
-
-_TEXT = """\
-HloModule jit_f, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%inner (arg: (s32[], f32[4,2])) -> (s32[], f32[4,2]) {
-  %r.1 = f32[4,2]{1,0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add
-}
-
-%outer (arg: (s32[], f32[4,2])) -> (s32[], f32[4,2]) {
-  %w.1 = (s32[], f32[4,2]{1,0}) while(%t), condition=%c, body=%inner, \
-backend_config={"known_trip_count":{"n":"5"}}
-  %g.1 = bf16[8,2]{1,0} all-gather(%x), replica_groups={{0,1},{2,3}}, dimensions={0}
-}
-
-%unknown (arg: (s32[], f32[4,2])) -> (s32[], f32[4,2]) {
-  %p.1 = f32[] collective-permute(%x), source_target_pairs={{0,1},{1,0}}
-}
-
-ENTRY %main (p: f32[8]) -> f32[8] {
-  %w.2 = (s32[], f32[4,2]{1,0}) while(%t), condition=%c, body=%outer, \
-backend_config={"known_trip_count":{"n":"3"}}
-  %w.3 = (s32[], f32[4,2]{1,0}) while(%t), condition=%c, body=%unknown
-  %s = (f32[4]{0}, f32[16]{0}) all-gather-start(%p), replica_groups=mesh['x'=4,'y'=2] {'x'}
-  %d = f32[16]{0} all-gather-done(%s)
-  %t.2 = (f32[3]{0}, s8[5]{0}) all-to-all(%a, %b), replica_groups={}
-}
-"""
-
-
-class CollectivesTest(absltest.TestCase):
-    """The reader of compiled programs, on which the counts rest."""
-
-    def test_kinds_sizes_groups_and_loops_are_read(self):
-        self.assertEqual(
-            hlo.collectives(_TEXT),
-            [
-                hlo.Collective("all-reduce", 8, 32, 4, 15),
-                hlo.Collective("all-gather", 16, 32, 2, 3),
-                hlo.Collective("collective-permute", 1, 4, 0, None),
-                hlo.Collective("all-gather", 16, 64, 4, 1),
-                hlo.Collective("all-to-all", 8, 17, 0, 1),
-            ],
-        )
-
-    def test_a_compiled_program_is_read(self):
-        mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
-
-        def f(x: jax.Array) -> Any:
-            def body(i: jax.Array, y: jax.Array) -> jax.Array:
-                return y * jnp.sum(x * y + i)
-
-            return jax.lax.fori_loop(0, 7, body, x)
-
-        sharding = NamedSharding(mesh, P("x"))
-        x = jax.device_put(jnp.ones(16), sharding)
-        found = hlo.collectives(jax.jit(f).lower(x).compile().as_text())
-        self.assertIn(("all-reduce", 1, 7), [(c.kind, c.elements, c.times) for c in found])
 
 
 if __name__ == "__main__":

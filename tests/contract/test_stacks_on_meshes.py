@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
+from benchmarks import collectives
 from mars_optax._src import orthogonalize, partition, spread
-from tests.support import hlo, meshes
+from tests.support import meshes
 
 _BOTH = ("x", "y")
 # Five and three do not divide over eight devices, nor over four. The short side of "small" is not
@@ -118,9 +119,9 @@ def _compiled(kind: str, layout: str, steps: int) -> Any:
         return jax.jit(_function(steps)).lower(_placed(_host(), mesh, _LAYOUTS[layout])).compile()
 
 
-def _large(compiled: Any) -> list[hlo.Collective]:
+def _large(compiled: Any) -> list[collectives.Collective]:
     """Collectives but for those of norms, which are a number or less for each matrix."""
-    return [c for c in hlo.collectives(compiled.as_text()) if c.elements > _MATRICES]
+    return [c for c in collectives.collectives(compiled.as_text()) if c.elements > _MATRICES]
 
 
 def _named(cases: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
@@ -173,8 +174,10 @@ class LayoutsTest(parameterized.TestCase):
                     ill[name][kept], np.asarray(results[name])[kept], name
                 )
 
-    def _check_collectives(self, kind: str, layout: str, found: list[hlo.Collective]) -> None:
-        self.assertEmpty([c for c in found if c.is_in_loop])
+    def _check_collectives(
+        self, kind: str, layout: str, found: list[collectives.Collective]
+    ) -> None:
+        self.assertEmpty([c for c in found if c.in_loop])
         places = _LAYOUTS[layout]
         self.assertLessEqual(len(found), sum(places.counts.values()), found)
         if layout in ("replicated", "stack_axis"):
@@ -202,7 +205,7 @@ class LayoutsTest(parameterized.TestCase):
     def _check_steps(self, kind: str, layout: str, steps: int) -> None:
         compiled = _compiled(kind, layout, steps)
 
-        def counted(found: list[hlo.Collective]) -> list[tuple[Any, ...]]:
+        def counted(found: list[collectives.Collective]) -> list[tuple[Any, ...]]:
             # The compiler of JAX 0.7 keeps the small matrices, which every device has whole,
             # divided between the iterations of a loop.
             size = 0 if jax.__version_info__ >= (0, 10) else _MATRIX // 4
@@ -229,7 +232,7 @@ class WhatMovesTest(parameterized.TestCase):
         spec: P,
         fn: Callable[[Any], Any] | None = None,
         shortest: int = _SHORTEST,
-    ) -> list[hlo.Collective]:
+    ) -> list[collectives.Collective]:
         mesh = _mesh(kind)
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         fn = _function() if fn is None else fn
@@ -239,7 +242,7 @@ class WhatMovesTest(parameterized.TestCase):
             y = compiled(placed)["x"]
         np.testing.assert_allclose(y, jax.jit(fn)({"x": x})["x"], rtol=1e-5, atol=1e-5)
         self.assertTrue(y.sharding.is_equivalent_to(placed["x"].sharding, y.ndim))
-        return hlo.collectives(compiled.as_text())
+        return collectives.collectives(compiled.as_text())
 
     @parameterized.parameters(*_TYPES)
     def test_a_stack_divided_along_itself_does_not_move(self, kind: str):

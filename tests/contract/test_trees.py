@@ -34,7 +34,7 @@ class CallableDense:
     """A module as Equinox has them: a tree that can be called.
 
     It has one field more than `Dense`: JAX takes the definitions of two dataclasses with as many
-    fields for equal, and where their hashes meet, too, a compiled function returns the class that it
+    fields for equal, and where their hashes meet, too, a compiled function returns the class it
     saw first.
     """
 
