@@ -1,10 +1,34 @@
-"""Set-up of all tests: eight CPU devices, and slow tests left out unless asked for."""
+"""Set-up of all tests: eight CPU devices, quick compilation, and slow tests only if asked for."""
+
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
 
 # Meshes need several devices, and their number is fixed once the first array exists.
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Tests compile thousands of programs and run each a few times: with these options of XLA a program
+# compiles in a third to a tenth of the time. Names differ between versions, and XLA aborts on one it
+# does not know, so another process asks; on a GPU the options stay as they are.
+_PROBE = """
+import jax
+options = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_cpu_use_fusion_emitters": False,
+}
+for name, value in options.items():
+    try:
+        jax.jit(lambda x: x).lower(0).compile(compiler_options={name: value})
+    except Exception:
+        continue
+    if jax.default_backend() == "cpu":
+        print(f"--{name}={str(value).lower()}")
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -13,3 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     given = any(str(argument).startswith("-m") for argument in config.invocation_params.args)
     if not given and not config.option.markexpr:
         config.option.markexpr = "not slow"
+    # The workers of pytest-xdist inherit it. `XLA_FLAGS=` in front of the command leaves it out.
+    if "XLA_FLAGS" not in os.environ:
+        probe = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=True
+        )
+        os.environ["XLA_FLAGS"] = " ".join(probe.stdout.split())
