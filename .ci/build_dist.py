@@ -23,15 +23,22 @@ import tomllib
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _NOT_SOURCES = shutil.ignore_patterns(
-    ".git", ".venv", "venv", "__pycache__", "*.egg-info", "*_cache", "build", "dist", "runs", "_build"
+    ".git",
+    ".venv",
+    "venv",
+    "__pycache__",
+    "*.egg-info",
+    "*_cache",
+    "build",
+    "dist",
+    "runs",
+    "_build",
 )
 
 
 def absolute_links(text: str, address: str) -> str:
     """Markdown with its relative links made links to files below `address`."""
-    return re.sub(
-        r"\]\((?!https?://|#|mailto:)([^)]+)\)", rf"]({address.rstrip('/')}/\g<1>)", text
-    )
+    return re.sub(r"\]\((?!https?://|#|mailto:)([^)]+)\)", rf"]({address.rstrip('/')}/\g<1>)", text)
 
 
 def normalise(path: pathlib.Path, epoch: int) -> None:
