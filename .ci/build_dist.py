@@ -85,6 +85,7 @@ def build(out: pathlib.Path, epoch: int, options: list[str]) -> None:
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=pathlib.Path, help="an empty or a new directory")
     parser.add_argument(

@@ -28,6 +28,9 @@ mars_optax.mars_m(0.1, ns_coeffs=5)  # E: arg-type
 mars_optax.mars_m(0.1, amsgrad=True)  # E: call-arg
 mars_optax.storm_adamw(0.1, correction="approx")  # E: call-arg
 mars_optax.scale_by_mars(learning_rate=0.1)  # E: call-arg
+mars_optax.scale_by_mars_lion(b2=0.99)  # E: call-arg
+mars_optax.scale_by_mars_shampoo(ns_precision=32.0)  # E: arg-type
+mars_optax.scale_by_mars_m(keep_prev_grad=None)  # E: arg-type
 mars_optax.correct_gradients(correction="none")  # E: arg-type
 mars_optax.clip_by_leaf_norm(weight_dimension_number=None)  # E: call-arg
 mars_optax.cautious(0.1)  # E: arg-type
