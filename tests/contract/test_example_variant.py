@@ -78,7 +78,7 @@ class ExampleVariantTest(parameterized.TestCase):
         with interpreter.elsewhere():
             jaxpr = jax.make_jaxpr(lambda: _scanned(tx, grads, params))()
             actual = _scanned(tx, grads, params)
-        self.assertIn("name=mars_step", str(jaxpr))
+        self.assertIn("pallas_call", str(jaxpr))
         trees.assert_same_types(actual, expected)
         trees.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -102,8 +102,10 @@ class ExampleVariantTest(parameterized.TestCase):
     )
     def test_types_are_a_fixed_point(self, entry: registry.Entry, dtypes: tuple[str, str]):
         params, grads = entry.params(dtypes[0]), entry.grads(0, dtypes[1])
-        multi = optax.MultiSteps(entry.make(), 2).gradient_transformation()
-        for tx in (entry.make(), multi, entry.make(mu_dtype="float32")):
+        transformations = [entry.make(mu_dtype="float32"), entry.make()]
+        if entry.kind == "optimizer":
+            transformations.append(optax.MultiSteps(entry.make(), 2).gradient_transformation())
+        for tx in transformations:
             state = jax.eval_shape(tx.init, params)
             updates, new_state = jax.eval_shape(tx.update, grads, state, params)
             trees.assert_same_types(new_state, state)
