@@ -172,6 +172,8 @@ class ImportCostTest(absltest.TestCase):
         self.assertIn("mars_optax._src.leaf.precision", loaded)
         heavy = [m for m in loaded if any(m == h or m.startswith(f"{h}.") for h in _HEAVY)]
         self.assertEmpty(heavy)
+        roots = {module.partition(".")[0] for module in loaded}
+        self.assertContainsSubset(roots, {_PACKAGE, *OUTSIDE, *sys.stdlib_module_names})
 
     def test_importing_starts_no_backend_and_changes_no_configuration(self):
         program = (

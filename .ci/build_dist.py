@@ -1,0 +1,107 @@
+"""Builds the source distribution and the wheel, the same to the last byte each time.
+
+    python .ci/build_dist.py dist
+
+With the same setuptools two builds of one commit are identical: times are those of
+SOURCE_DATE_EPOCH (the commit's, where it is not set), owners and modes are fixed, and the wheel is
+built of the source distribution. setuptools alone leaves the times of the working tree in the
+latter. Where pyproject.toml has the address `Source`, relative links of the README become absolute.
+"""
+
+import argparse
+import gzip
+import io
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_NOT_SOURCES = shutil.ignore_patterns(
+    ".git",
+    ".venv",
+    "venv",
+    "__pycache__",
+    "*.egg-info",
+    "*_cache",
+    "build",
+    "dist",
+    "runs",
+    "_build",
+)
+
+
+def absolute_links(text: str, address: str) -> str:
+    """Markdown with its relative links made links to files below `address`."""
+    return re.sub(r"\]\((?!https?://|#|mailto:)([^)]+)\)", rf"]({address.rstrip('/')}/\g<1>)", text)
+
+
+def normalise(path: pathlib.Path, epoch: int) -> None:
+    """Rewrites a .tar.gz with fixed order, times, owners and modes."""
+    with tarfile.open(path) as archive:
+        files = {m.name: archive.extractfile(m).read() for m in archive if m.isfile()}
+        executable = {m.name for m in archive if m.mode & 0o100}
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name in sorted(files):
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(files[name]), epoch
+            member.mode = 0o755 if name in executable else 0o644
+            archive.addfile(member, io.BytesIO(files[name]))
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile("", "wb", fileobj=raw, mtime=epoch) as compressed,
+    ):
+        compressed.write(buffer.getvalue())
+
+
+def build(out: pathlib.Path, epoch: int, options: list[str]) -> None:
+    """Builds both distributions into `out`."""
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
+
+    def run_build(kind: str, source: pathlib.Path) -> None:
+        command = [sys.executable, "-m", "build", f"--{kind}", *options, "--outdir", out, source]
+        subprocess.run([*command], env=environment, check=True)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        sources = pathlib.Path(scratch, "sources")
+        shutil.copytree(_ROOT, sources, ignore=_NOT_SOURCES)
+        project = tomllib.loads((sources / "pyproject.toml").read_text())["project"]
+        if "Source" in project.get("urls", {}):
+            readme = sources / project["readme"]
+            address = f"{project['urls']['Source']}/blob/HEAD"
+            readme.write_text(absolute_links(readme.read_text(), address))
+        run_build("sdist", sources)
+        (sdist,) = out.glob("*.tar.gz")
+        normalise(sdist, epoch)
+        with tarfile.open(sdist) as archive:
+            archive.extractall(scratch, filter="data")
+        run_build("wheel", pathlib.Path(scratch, sdist.name.removesuffix(".tar.gz")))
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=pathlib.Path, help="an empty or a new directory")
+    parser.add_argument(
+        "--no-isolation", action="store_true", help="take the setuptools that is installed"
+    )
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    if out.exists() and any(out.iterdir()):
+        parser.error(f"{out} is not empty: an old build would be taken for the new one")
+    epoch = os.environ.get("SOURCE_DATE_EPOCH") or subprocess.check_output(
+        ["git", "-C", _ROOT, "log", "-1", "--format=%ct"], text=True
+    )
+    # Files that are generated take their modes from it.
+    os.umask(0o022)
+    build(out, int(epoch), ["--no-isolation"] if arguments.no_isolation else [])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+"""The consumers are read by mypy: collecting doctests would import them, and run them."""
+
+collect_ignore = ["consumer_bad.py", "consumer_good.py"]
