@@ -1,4 +1,4 @@
-"""Configuration of the documentation site: `sphinx-build -W -n --keep-going -b html docs docs/_build/html`."""
+"""Configuration of the site: `sphinx-build -W -n --keep-going -b html docs docs/_build/html`."""
 
 import pathlib
 import sys
@@ -22,6 +22,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "_ext", "_static"]
@@ -45,9 +46,6 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 
-# Pages that are not part of every version are listed by patterns.
-suppress_warnings = ["toc.empty_glob"]
-
 # -- HTML ----------------------------------------------------------------------------------------
 
 html_theme = "sphinx_book_theme"
@@ -69,7 +67,8 @@ copybutton_only_copy_prompt_lines = True
 def _page(app: Any, docname: str, source: list[str]) -> None:
     path = _DOCS / f"{docname}.md"
     if path.exists():
-        source[0] = site_links.rewrite(source[0], path, path.parent)
+        text = site_links.without_empty_patterns(source[0])
+        source[0] = site_links.rewrite(text, path, path.parent)
 
 
 def _included(app: Any, relative_path: pathlib.Path, parent: str, source: list[str]) -> None:

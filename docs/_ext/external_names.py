@@ -16,6 +16,8 @@ URLS = {
     },
     "optax.apply_updates": f"{_OPTAX}/apply_updates.html#optax.apply_updates",
     "optax.contrib.MuonDimensionNumbers": f"{_OPTAX}/contrib.html",
+    # Where it is defined: so a dataclass's fields, whose types Sphinx reads off, call it.
+    "optax.contrib._muon.MuonDimensionNumbers": f"{_OPTAX}/contrib.html",
     "optax.inject_hyperparams": f"{_OPTAX}/optimizer_schedules.html",
     **{
         name: f"{_JAX}/{name}.html#{name}"

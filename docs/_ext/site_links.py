@@ -53,6 +53,21 @@ def rewrite(text: str, source: pathlib.Path, page_folder: pathlib.Path) -> str:
     return re.sub(r"\0(\d+)\0", lambda match: codes[int(match[1])], hidden)
 
 
+def without_empty_patterns(text: str) -> str:
+    """The tables of contents of `text` without patterns that no page matches.
+
+    Some pages are not part of every version; Sphinx warns of their patterns.
+    """
+
+    def matches(line: str) -> bool:
+        is_pattern = re.fullmatch(r"[\w/]+\*", line) is not None
+        if not is_pattern:
+            return True
+        return any(path.suffix in (".md", ".ipynb") for path in DOCS.glob(line))
+
+    return "".join(line for line in text.splitlines(keepends=True) if matches(line.rstrip("\n")))
+
+
 def copy_notebooks() -> None:
     """Copies the notebooks, with their stored outputs, to where Sphinx finds them."""
     notebooks = sorted(NOTEBOOKS.glob("*.ipynb"))
