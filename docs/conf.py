@@ -36,6 +36,7 @@ nb_execution_mode = "off"  # the notebooks' tests run them; the site shows what 
 # -- Docstrings ----------------------------------------------------------------------------------
 
 add_module_names = False
+default_role = "code"  # single backticks, too
 autodoc_member_order = "bysource"
 # JAX's and Optax's names for kinds of argument are unions of a dozen types, and fill a screen for
 # each signature: the docstrings tell the kind of every argument in words, and the site shows those.
@@ -56,6 +57,7 @@ html_theme_options = {
     "show_toc_level": 2,
     "home_page_in_toc": True,
     "navigation_with_keys": False,
+    "navbar_persistent": [],  # the sidebar has the search
 }
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -80,8 +80,9 @@ def copy_notebooks() -> None:
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
                 # A list of lines or one string: the format allows both.
-                text = rewrite("".join(cell["source"]), path, NOTEBOOK_COPIES)
-                cell["source"] = text
+                cell["source"] = rewrite("".join(cell["source"]), path, NOTEBOOK_COPIES)
+        # How cells are highlighted, where a notebook was stored without what ran it.
+        notebook.setdefault("metadata", {}).setdefault("language_info", {"name": "python"})
         content = json.dumps(notebook)
         copy = NOTEBOOK_COPIES / path.name
         # An unchanged copy keeps its time, so that Sphinx does not read it again.
