@@ -31,6 +31,8 @@ exclude_patterns = ["_build", "_ext", "_static"]
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # links to headings, as GitHub makes them
+# Formulas in tables are not broken: wide tables scroll.
+mathjax4_config = {"output": {"linebreaks": {"inline": False}}}
 nb_execution_mode = "off"  # the notebooks' tests run them; the site shows what they stored
 
 # -- Docstrings ----------------------------------------------------------------------------------
@@ -61,9 +63,9 @@ html_theme_options = {
 }
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+copybutton_only_copy_prompt_lines = True  # not the outputs
 
-# Only the prompts of inputs are code to copy.
-copybutton_only_copy_prompt_lines = True
+# -- One text for GitHub and for the site --------------------------------------------------------
 
 
 def _page(app: Any, docname: str, source: list[str]) -> None:
