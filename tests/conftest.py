@@ -10,9 +10,9 @@ import pytest
 # Meshes need several devices, and their number is fixed once the first array exists.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Tests compile thousands of programs and run each a few times: with these options of XLA a program
-# compiles in a third to a tenth of the time. Names differ between versions, and XLA aborts on one it
-# does not know, so another process asks; on a GPU the options stay as they are.
+# Tests compile thousands of programs and run each a few times. With these options of XLA a program
+# compiles in a third to a tenth of the time. Names differ between versions, and XLA aborts on one
+# it does not know, so another process asks. On a GPU the options stay as they are.
 _PROBE = """
 import jax
 options = {

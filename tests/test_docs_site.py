@@ -1,0 +1,158 @@
+"""What the site shows is complete: every public name, every page, every link outside of docs/.
+
+The pages are read as text: Sphinx need not be installed. `.ci/run` builds the site.
+"""
+
+import fnmatch
+import importlib.util
+import inspect
+import json
+import pathlib
+import re
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+import mars_optax
+
+_DOCS = pathlib.Path(__file__).parent.parent / "docs"
+
+
+def _module(name: str):
+    spec = importlib.util.spec_from_file_location(name, _DOCS / "_ext" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+site_links = _module("site_links")
+external_names = _module("external_names")
+
+
+def _contents() -> list[str]:
+    """The entries of all tables of contents."""
+    entries = []
+    for page in _DOCS.glob("*.md"):
+        for body in re.findall(r"^```{toctree}\n(.*?)^```$", page.read_text(), re.M | re.S):
+            lines = body.splitlines()
+            entries += [line for line in lines if line and not line.startswith(":")]
+    return entries
+
+
+def _documented() -> list[tuple[str, str]]:
+    """The kind and the name of everything on the page of the reference."""
+    return re.findall(r"^\.\. auto(\w+):: mars_optax\.(\w+)$", _api(), re.M)
+
+
+def _api() -> str:
+    return (_DOCS / "api.md").read_text()
+
+
+class ReferenceTest(parameterized.TestCase):
+    def test_every_public_name_is_documented_once(self):
+        public = {name for name in vars(mars_optax) if not name.startswith("_")}
+        public -= {name for name in public if inspect.ismodule(getattr(mars_optax, name))}
+        self.assertGreater(len(public), 20)
+        self.assertCountEqual([name for _, name in _documented()], public)
+
+    def test_classes_are_documented_as_classes(self):
+        for kind, name in _documented():
+            is_class = inspect.isclass(getattr(mars_optax, name))
+            self.assertEqual(kind, "class" if is_class else "function", name)
+
+    def test_groups_are_those_of_the_readme(self):
+        table = (_DOCS.parent / "README.md").read_text().split("## Use")[1].split("\n\n")[1]
+        in_table = [re.findall(r"`(\w+)`", row) for row in table.splitlines()[2:]]
+        sections = _api().split("\n## ")[1:]
+        groups = [set(re.findall(r"mars_optax\.(\w+)$", text, re.M)) for text in sections]
+        self.assertEqual(len(groups), len(in_table))
+        for names, group in zip(in_table, groups, strict=True):
+            self.assertLessEqual(set(names), group)
+
+    def test_names_of_other_packages_have_a_page(self):
+        sources = [inspect.getdoc(getattr(mars_optax, name)) or "" for _, name in _documented()]
+        names = re.findall(r":\w+:`((?:jax|optax|re)\.[\w.]+)`", "\n".join(sources))
+        self.assertGreater(len(names), 10)
+        self.assertLessEqual(set(names), set(external_names.URLS))
+
+
+class ContentsTest(parameterized.TestCase):
+    def test_every_page_is_in_a_table_of_contents(self):
+        entries = _contents()
+        for page in sorted(_DOCS.glob("*.md")):
+            if page.stem != "index":
+                found = [entry for entry in entries if fnmatch.fnmatch(page.stem, entry)]
+                self.assertLen(found, 1, page.name)
+
+    def test_every_entry_without_a_pattern_is_a_page(self):
+        for entry in _contents():
+            if "*" not in entry:
+                self.assertTrue((_DOCS / f"{entry}.md").exists(), entry)
+
+    def test_patterns_without_a_page_are_dropped(self):
+        text = "```{toctree}\n:glob:\nindex\nno_such_page*\nma*\n*text*\n```\n"
+        expected = "```{toctree}\n:glob:\nindex\nma*\n*text*\n```\n"
+        self.assertEqual(site_links.without_empty_patterns(text), expected)
+
+    @parameterized.parameters(*site_links.INCLUDED_BY.items())
+    def test_files_elsewhere_are_included_by_their_page(self, name: str, page: str):
+        self.assertIn(f"```{{include}} ../{name}\n```", (_DOCS / page).read_text())
+        self.assertTrue((_DOCS.parent / name).exists())
+
+
+class LinksTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("README.md", "[a](docs/recipes.md#x)", "[a](recipes.md#x)"),
+        ("README.md", "[`a`](benchmarks/README.md#b)", "[`a`](benchmarks.md#b)"),
+        ("benchmarks/README.md", "![a](results/x.png)", "![a](results/x.png)"),
+        ("benchmarks/README.md", "[a](../docs/kernels.md)", "[a](kernels.md)"),
+        (
+            "benchmarks/README.md",
+            "![a](results/step_time_small_h100.png)",
+            "![a](../benchmarks/results/step_time_small_h100.png)",
+        ),
+        ("docs/recipes.md", "[a](../README.md#use)", "[a](index.md#use)"),
+        ("docs/recipes.md", "[a](which_mars.md)", "[a](which_mars.md)"),
+        ("docs/recipes.md", "[a](https://b.c/d) [e](#f)", "[a](https://b.c/d) [e](#f)"),
+        ("docs/recipes.md", "`[a](../README.md)`", "`[a](../README.md)`"),
+        (
+            "docs/recipes.md",
+            "```python\nx = y[0](../README.md)\n```\n[a](../README.md)",
+            "```python\nx = y[0](../README.md)\n```\n[a](index.md)",
+        ),
+        ("README.md", "[a\nb](LICENSE)", "[a\nb](../LICENSE)"),
+    )
+    def test_links_are_right_on_the_site(self, source: str, text: str, expected: str):
+        self.assertEqual(site_links.rewrite(text, site_links.ROOT / source, _DOCS), expected)
+
+    def test_notebooks_are_copied_with_outputs_and_links_of_the_site(self):
+        root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())).resolve()
+        docs, notebooks = root / "docs", root / "colabs"
+        paths = {"ROOT": root, "DOCS": docs, "NOTEBOOKS": notebooks}
+        self.enterContext(
+            mock.patch.multiple(site_links, NOTEBOOK_COPIES=docs / "_colabs", **paths)
+        )
+        code = {"cell_type": "code", "source": "x[0](two.ipynb)", "outputs": ["kept"]}
+        links = ["[a](../docs/page.md) [b](two.ipynb)\n", "[c](../README.md#use)"]
+        cells = [{"cell_type": "markdown", "source": links}, code]
+        docs.mkdir()
+        notebooks.mkdir()
+        for name, text in {
+            "README.md": "",
+            "docs/page.md": "",
+            "colabs/one.ipynb": json.dumps({"cells": cells}),
+            "colabs/two.ipynb": '{"cells": []}',
+        }.items():
+            (root / name).write_text(text)
+        site_links.copy_notebooks()
+        first, second = json.loads((docs / "_colabs" / "one.ipynb").read_text())["cells"]
+        self.assertEqual(first["source"], "[a](../page.md) [b](two.ipynb)\n[c](../index.md#use)")
+        self.assertEqual(second, code)
+        (notebooks / "two.ipynb").unlink()
+        site_links.copy_notebooks()
+        self.assertEqual([path.name for path in (docs / "_colabs").iterdir()], ["one.ipynb"])
+
+
+if __name__ == "__main__":
+    absltest.main()
