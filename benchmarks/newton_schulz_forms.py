@@ -1,0 +1,224 @@
+"""Times forms of the Newton-Schulz iteration on stacks, against the ceiling of matrix products.
+
+    python -m benchmarks.newton_schulz_forms
+
+Every form does 5 steps in bfloat16. The share counts the operations of the usual one,
+X <- a X + (b A + c A A) X with A = X X^T: 5 (4 m m n + 2 m m m) for an m x n matrix, so a form that
+needs fewer may come to more than 1.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from optax.contrib import MuonDimensionNumbers
+
+import mars_optax
+from benchmarks import ceilings, command, environment, report, timing
+
+_STACKS = flags.DEFINE_list(
+    "stacks",
+    None,
+    "Stacks as BATCHxMxN, M at most N; by default those of GPT-2 XL and small, 4x64x256 on a "
+    "processor.",
+)
+
+_STEPS = 5
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+# GPT-2 XL: query, key and value together, output, perceptron; small: perceptron, output.
+_LARGE = ("48x1600x4800", "48x1600x1600", "48x1600x6400", "12x768x3072", "12x768x768")
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -2, -1)
+
+
+def _polynomial(gram: jax.Array, a: float) -> jax.Array:
+    identity = jnp.eye(gram.shape[-1], dtype=jnp.float32)
+    return (a * identity + _B * _wide(gram) + _C * _wide(gram @ gram)).astype(gram.dtype)
+
+
+def _product(x: jax.Array) -> jax.Array:
+    return _polynomial(x @ _transposed(x), _A) @ x
+
+
+def _product_and_x(x: jax.Array) -> jax.Array:
+    rest = _polynomial(x @ _transposed(x), 0.0) @ x
+    return (_A * _wide(x) + _wide(rest)).astype(x.dtype)
+
+
+def _looped(step: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    result: jax.Array = jax.lax.fori_loop(0, _STEPS, lambda _, x: step(x), x)
+    return result
+
+
+def _written_out(step: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    for _ in range(_STEPS):
+        x = step(x)
+    return x
+
+
+def _on_gram(x: jax.Array) -> jax.Array:
+    gram = x @ _transposed(x)
+    total = jnp.eye(x.shape[-2], dtype=x.dtype)
+    for _ in range(_STEPS):
+        factor = _polynomial(gram, _A)
+        total, gram = factor @ total, factor @ (gram @ factor)
+    return total @ x
+
+
+def _package(x: jax.Array) -> jax.Array:
+    return mars_optax.orthogonalize(
+        x, steps=_STEPS, weight_dimension_numbers=MuonDimensionNumbers(1, 2)
+    )
+
+
+FORMS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "a X added, loop": lambda x: _looped(_product_and_x, x),
+    "a X added, written out": lambda x: _written_out(_product_and_x, x),
+    "P X, loop": lambda x: _looped(_product, x),
+    "P X, written out": lambda x: _written_out(_product, x),
+    "P X, one matrix at a time": lambda x: jax.lax.map(lambda y: _written_out(_product, y), x),
+    "on A alone, bfloat16": _on_gram,
+    "mars_optax.orthogonalize": _package,
+}
+
+
+def operations(batch: int, m: int, n: int) -> int:
+    """Counts the multiplications and additions of the usual form."""
+    return batch * _STEPS * (4 * m * m * n + 2 * m**3)
+
+
+def measure(
+    form: Callable[[jax.Array], jax.Array], stack: tuple[int, int, int], *, inner: int, repeats: int
+) -> dict[str, float]:
+    """Times a form.
+
+    Args:
+      form: what is timed, on a stack of bfloat16 matrices of Frobenius norm 1.
+      stack: the number of matrices, their rows and columns.
+      inner: runs in a call, each on what the last one gave, brought back to its size.
+      repeats: calls.
+
+    Returns:
+      Milliseconds of a run, and temporary bytes of the call.
+    """
+    _, m, n = stack
+    values = np.random.default_rng(0).standard_normal(stack, dtype=np.float32) / np.sqrt(m * n)
+    x = jnp.asarray(values, jnp.bfloat16)
+    scale = jnp.float32(1 / np.sqrt(m))
+
+    def run(x: jax.Array, scale: jax.Array) -> jax.Array:
+        def body(_: Any, x: jax.Array) -> jax.Array:
+            return (_wide(form(x)) * scale).astype(jnp.bfloat16)
+
+        result: jax.Array = jax.lax.fori_loop(0, inner, body, x)
+        return result
+
+    compiled = jax.jit(run).lower(x, scale).compile()
+    timing.wait(compiled(x, scale))
+    times = [timing.milliseconds(lambda: compiled(x, scale)) / inner for _ in range(repeats)]
+    memory = compiled.memory_analysis()
+    return {
+        **timing.summary(times),
+        "temporary_bytes": 0 if memory is None else memory.temp_size_in_bytes,
+    }
+
+
+def rows(
+    stacks: Sequence[tuple[int, int, int]],
+    pattern: re.Pattern[str],
+    ceiling: float,
+    *,
+    inner: int,
+    repeats: int,
+) -> Iterator[dict[str, Any]]:
+    """Measures every form on every stack; one that fails has an "error" in place of its figures."""
+    for stack in stacks:
+        for name, form in FORMS.items():
+            if not pattern.fullmatch(name):
+                continue
+            row = command.guarded(
+                {"stack": "x".join(map(str, stack)), "name": name},
+                lambda form=form, stack=stack: measure(form, stack, inner=inner, repeats=repeats),  # type: ignore[misc]
+            )
+            if "ms" in row:
+                row["ceiling_share"] = operations(*stack) / (row["ms"] / 1000) / ceiling
+            yield row
+
+
+def text(measured: Sequence[Mapping[str, Any]]) -> str:
+    """Formats rows as a table."""
+    table = [["stack", "form", "ms", "min..max", "share of ceiling", "temp MB"]]
+    for row in measured:
+        if "error" in row:
+            table.append([row["stack"], row["name"], row["error"], "", "", ""])
+            continue
+        table.append(
+            [
+                row["stack"],
+                row["name"],
+                f"{row['ms']:.3f}",
+                f"{row['ms_min']:.3f}..{row['ms_max']:.3f}",
+                f"{row['ceiling_share']:.2f}",
+                f"{row['temporary_bytes'] / 1e6:.1f}",
+            ]
+        )
+    return report.aligned(table)
+
+
+def _stack(given: str) -> tuple[int, int, int]:
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", given)
+    sizes = tuple(map(int, match.groups())) if match else ()
+    if len(sizes) != 3 or min(sizes) < 1 or sizes[1] > sizes[2]:
+        raise ValueError(f"Expected --stacks as BATCHxMxN with 1 <= M <= N, got {given!r}.")
+    return sizes
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the flags, measures, writes and prints the result."""
+    on_cpu = jax.default_backend() == "cpu"
+    try:
+        if len(argv) > 1:
+            raise ValueError(f"Expected flags only, got {list(argv[1:])}. Write --name=value.")
+        stacks = [_stack(one) for one in _STACKS.value or (["4x64x256"] if on_cpu else _LARGE)]
+        pattern = command.pattern(command.ROWS.value or ".*")
+        if not any(map(pattern.fullmatch, FORMS)):
+            raise ValueError(
+                f"Expected --rows to match one of {', '.join(FORMS)}, got {pattern.pattern!r}."
+            )
+    except ValueError as error:
+        sys.exit(f"newton_schulz_forms: {error}")
+    measured_ceilings = ceilings.measure()
+    tree: dict[str, Any] = {
+        "environment": environment.describe(command.COMMIT.value),
+        "ceilings": measured_ceilings,
+        "rows": [],
+    }
+    path = command.result_path("newton_schulz_forms", tree["environment"]["device"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for row in rows(
+        stacks,
+        pattern,
+        measured_ceilings["bfloat16_matmul_flop_per_second"],
+        inner=command.INNER.value or 4,
+        repeats=command.REPEATS.value,
+    ):
+        logging.info("%s, %s: %s ms", row["stack"], row["name"], row.get("ms", "no"))
+        tree["rows"].append(row)
+        report.write_json(report.jsonable(tree), path)
+    print("environment: " + ", ".join(f"{k} {v}" for k, v in tree["environment"].items()))
+    print(f"\n{text(tree['rows'])}\n\nWritten: {path}.")
+
+
+if __name__ == "__main__":
+    app.run(main)
