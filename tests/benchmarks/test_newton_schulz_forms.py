@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import tempfile
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 from absl import flags
 from absl.testing import absltest, flagsaver, parameterized
 
-from benchmarks import newton_schulz_forms
+from benchmarks import ceilings, newton_schulz_forms
 
 
 class FormsTest(parameterized.TestCase):
@@ -49,6 +50,10 @@ class CommandTest(parameterized.TestCase):
             flagsaver.flagsaver(
                 stacks=["2x8x16"], rows="P X, (loop|written out)", repeats=1, result=str(path)
             ),
+            # The ceilings of this machine take longer than all else, and have a test of their own.
+            mock.patch.object(
+                ceilings, "measure", return_value={"bfloat16_matmul_flop_per_second": 1e9}
+            ),
             contextlib.redirect_stdout(output),
         ):
             newton_schulz_forms.main(["newton_schulz_forms"])
@@ -57,7 +62,8 @@ class CommandTest(parameterized.TestCase):
         ceiling = tree["ceilings"]["bfloat16_matmul_flop_per_second"]
         for row in tree["rows"]:
             flops = newton_schulz_forms.operations(2, 8, 16) / (row["ms"] / 1000)
-            self.assertAlmostEqual(row["ceiling_share"], flops / ceiling)
+            # JSON has six digits of each.
+            np.testing.assert_allclose(row["ceiling_share"], flops / ceiling, rtol=1e-5)
             self.assertIn(f"{row['ms']:.3f}", output.getvalue())
 
     @parameterized.parameters(
