@@ -30,7 +30,7 @@ def jitted_updates(name: str):
             scaled = jax.tree.map(lambda leaf: scale * leaf, grads)
             # The parameters do not move, so neither does the gradient of this batch at them.
             updates, state = transformation.update(
-                scaled, state, params, grad_fn=lambda _: optimizers.clip(scaled)
+                scaled, state, params, grad_fn=lambda _: optimizer.clip(scaled)
             )
             return state, updates
 
