@@ -194,7 +194,7 @@ class Language:
             nnx.state(gpt.GPT(self._work.config, rngs=nnx.Rngs(cell.seed)), nnx.Param)
             for cell in cells
         ]
-        params = _stack(every)
+        params = study.stacked(every)
         init = transformation.init if len(cells) == 1 else jax.vmap(transformation.init)
         state: dict[str, Any] = {"params": params, "opt_state": init(params)}
         return dict(jax.device_put(state, self._everywhere))
@@ -226,13 +226,15 @@ class Language:
     def _batches(self, seeds: tuple[int, ...], step: int) -> jax.Array:
         """Returns the windows of a call, on the devices."""
         if (seeds, step) in self._ready:
-            return self._ready.pop((seeds, step))
+            ready: jax.Array = self._ready.pop((seeds, step))
+            return ready
         windows = np.stack([self._windows(seed, step) for seed in seeds])
         if len(seeds) == 1:
             windows = windows[0]
         # The last axes are microbatches, windows, tokens.
         spec = P(*[None] * (windows.ndim - 2), "data")  # type: ignore[no-untyped-call, unused-ignore]
-        return jax.device_put(windows, NamedSharding(self._mesh, spec))
+        placed: jax.Array = jax.device_put(windows, NamedSharding(self._mesh, spec))
+        return placed
 
     def _windows(self, seed: int, step: int) -> data.Windows:
         work = self._work
@@ -287,11 +289,6 @@ class Language:
 def _evaluate_all(graph: Any, params: Any, windows: jax.Array) -> jax.Array:
     losses: jax.Array = jax.vmap(lambda p: training.evaluate(graph, p, windows))(params)
     return losses
-
-
-def _stack(trees: Sequence[Any]) -> Any:
-    """Stacks the trees of several runs; one is left as it is."""
-    return trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *trees)
 
 
 def build(args: argparse.Namespace) -> study.Study:

@@ -39,7 +39,9 @@ class ImageModelConfig:
         return max(1, self.shape[0] // 8)
 
 
-def _convolution(inputs: int, outputs: int, size: int, strides: int, dtype: Dtype, rngs: nnx.Rngs) -> nnx.Conv:
+def _convolution(
+    inputs: int, outputs: int, size: int, strides: int, dtype: Dtype, rngs: nnx.Rngs
+) -> nnx.Conv:
     # He et al.'s initialization, by the number of outputs as in the residual networks' code.
     return nnx.Conv(
         inputs,
@@ -61,13 +63,17 @@ def _norm(features: int, dtype: Dtype, rngs: nnx.Rngs) -> nnx.BatchNorm:
 class ResidualBlock(nnx.Module):
     """Two convolutions of 3 x 3, with a shortcut around both."""
 
-    def __init__(self, inputs: int, outputs: int, strides: int, dtype: Dtype, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, strides: int, dtype: Dtype, *, rngs: nnx.Rngs
+    ) -> None:
         self.conv_1 = _convolution(inputs, outputs, 3, strides, dtype, rngs)
         self.norm_1 = _norm(outputs, dtype, rngs)
         self.conv_2 = _convolution(outputs, outputs, 3, 1, dtype, rngs)
         self.norm_2 = _norm(outputs, dtype, rngs)
         same = strides == 1 and inputs == outputs
-        self.conv_shortcut = None if same else _convolution(inputs, outputs, 1, strides, dtype, rngs)
+        self.conv_shortcut = (
+            None if same else _convolution(inputs, outputs, 1, strides, dtype, rngs)
+        )
         self.norm_shortcut = None if same else _norm(outputs, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Labelled images as arrays: CIFAR's own files, packs of several kinds, or scikit-learn's digits."""
+"""Labelled images as arrays: CIFAR's own files, packs, or scikit-learn's digits."""
 
 import dataclasses
 import hashlib
@@ -47,7 +47,9 @@ def _read_cifar(path: pathlib.Path) -> tuple[Images, Labels]:
 def _read_folder(folder: pathlib.Path) -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
     """Reads the folder of CIFAR-10 or CIFAR-100 for Python: training and test images."""
     train = sorted(folder.glob("data_batch_*")) or [folder / "train"]
-    test = next((folder / name for name in ("test_batch", "test") if (folder / name).is_file()), None)
+    test = next(
+        (folder / name for name in ("test_batch", "test") if (folder / name).is_file()), None
+    )
     if test is None or not train[0].is_file():
         raise FileNotFoundError(
             f"Expected CIFAR's files for Python in {str(folder)!r}: data_batch_1 and more, and "
@@ -58,7 +60,9 @@ def _read_folder(folder: pathlib.Path) -> tuple[tuple[Images, Labels], tuple[Ima
     return (images, labels), _read_cifar(test)
 
 
-def _median_edge(left: npt.NDArray[np.int16], up: npt.NDArray[np.int16], corner: npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
+def _median_edge(
+    left: npt.NDArray[np.int16], up: npt.NDArray[np.int16], corner: npt.NDArray[np.int16]
+) -> npt.NDArray[np.int16]:
     """Predicts a pixel from its neighbours as LOCO-I does (Weinberger et al., 2000)."""
     low, high = np.minimum(left, up), np.maximum(left, up)
     plane: npt.NDArray[np.int16] = np.clip(left + up - corner, low, high)

@@ -274,6 +274,7 @@ ABLATIONS: Mapping[str, Sequence[Sequence[str]]] = {
     ],
     "betas": [[], ["b1=0.95", "b2=0.99"]],
     "matrices": [["matrices=hidden"], ["matrices=all"]],
+    "convolutions": [["matrices=dense"], ["matrices=hidden"], ["matrices=all"]],
 }
 MAIN = ("adamw", "lion", "muon", "mars", "mars_lion", "mars_shampoo", "mars_m")
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import tqdm  # type: ignore[import-untyped]
 
 from benchmarks import environment, grid, optimizers, report, resumable
@@ -149,6 +151,11 @@ def protocol(args: argparse.Namespace, **curves: str) -> grid.Protocol:
     seeds = parse_seeds(args.seeds, "seeds")
     final = parse_seeds(args.final_seeds, "final_seeds") if args.final_seeds else seeds
     return grid.Protocol(seeds, final, args.extend, **curves)
+
+
+def stacked(trees: Sequence[Any]) -> Any:
+    """Stacks the trees of several runs; one is left as it is."""
+    return trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *trees)
 
 
 def _now() -> str:
