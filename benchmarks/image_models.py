@@ -35,8 +35,8 @@ class ImageModelConfig:
 
     @property
     def patch(self) -> int:
-        """Side of a transformer's patches: 8 of them make a side of the image."""
-        return max(1, self.shape[0] // 8)
+        """Side of a transformer's patches."""
+        return 4 if self.shape[0] >= 16 else 2
 
 
 def _convolution(

@@ -189,7 +189,8 @@ def train(
       folder: where their checkpoint is, and removed in the end.
       deadline: when to save a checkpoint and stop.
       save_every: seconds between two checkpoints.
-      report: called after every call with the number of new steps, and the progress.
+      report: called with the number of new steps and the progress: first with those that earlier
+        processes made, then after every call.
 
     Returns:
       The figures of every run, or None if the deadline came first.
@@ -202,7 +203,7 @@ def train(
         _evaluate(task, state, progress)
     else:
         state, progress = restored
-        report(progress.step, progress)
+    report(progress.step, progress)
     progress.pieces += 1
     saved = time.perf_counter()
     longest = 0.0

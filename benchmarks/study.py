@@ -169,17 +169,20 @@ class _Watch:
         self._bar = bar
         self._log = log
         self._cells = cells
-        self._logged = -1
+        self._begun = False
         more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
         bar.set_description(f"{cells[0]}{more}")
 
     def __call__(self, steps: int, progress: resumable.Progress) -> None:
+        self._bar.update(steps * len(self._cells))
+        if not self._begun:
+            # The first call tells what earlier processes did, and logged.
+            self._begun = True
+            return
         means = progress.losses[-1] if progress.losses else progress.train_loss[-1]
         self._bar.set_postfix_str(f"training loss {min(means):.3f}", refresh=False)
-        self._bar.update(steps * len(self._cells))
-        if progress.losses or progress.step == self._logged or not progress.train_loss:
+        if progress.losses:
             return
-        self._logged = progress.step
         lines = []
         for index, cell in enumerate(self._cells):
             figures = {name: rows[-1][index] for name, rows in progress.curves.items()}

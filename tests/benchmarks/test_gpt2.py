@@ -16,7 +16,7 @@ from benchmarks import gpt2, grid, resumable, study
 from tests.benchmarks import test_grid
 
 _SIZES = ("--layers=1", "--width=16", "--context=8", "--eval_windows=4", "--dtype=float32")
-_LENGTH = ("--steps=16", "--eval_every=8", "--batch_size=4")
+_LENGTH = ("--steps=28", "--eval_every=14", "--batch_size=4")
 _NEVER = resumable.Deadline(None, 0.0)
 
 
@@ -82,8 +82,8 @@ class TrainingTest(FolderTest):
             self.assertEqual(run["state_bytes"], alone["state_bytes"])
             self.assertEqual((run["together"], alone["together"]), (2, 1))
 
-    @pytest.mark.slow
     @parameterized.parameters("--microbatch=2", "--devices=2")
+    @pytest.mark.slow
     def test_a_divided_batch_gives_the_same_losses(self, flag: str):
         (whole,), (divided,) = self.train("mars"), self.train("mars", flag)
         np.testing.assert_allclose(divided["train_loss"], whole["train_loss"], rtol=1e-4)
@@ -113,7 +113,7 @@ class CommandTest(FolderTest):
         self.assertStartsWith((self.folder / "out/curves.png").read_bytes(), b"\x89PNG")
         self.assertEmpty(list((self.folder / "out/checkpoints").iterdir()))
         log = list(grid.read_lines(self.folder / "out/log.jsonl"))
-        self.assertEqual([line["step"] for line in log], [8, 16, 8, 16])
+        self.assertEqual([line["step"] for line in log], [14, 28, 14, 28])
         with mock.patch.object(resumable, "train", side_effect=AssertionError):
             again = self.run_command(*flags)
         table = printed[printed.index("optimizer") : printed.index("runs are done")]
@@ -127,7 +127,7 @@ class CommandTest(FolderTest):
         ("learning_rate", ["--learning_rates=1e-3,x"], "positive learning rates"),
         ("seed", ["--seeds=0,a"], "as --seeds, got '0,a'"),
         ("final_seed", ["--final_seeds=1,1"], "as --final_seeds, got '1,1'"),
-        ("warmup", ["--warmup_steps=16"], "a warm-up from 0 to below"),
+        ("warmup", ["--warmup_steps=28"], "a warm-up from 0 to below"),
         ("heads", ["--heads=3"], "multiple of the heads, got 16 and 3"),
         ("microbatch", ["--microbatch=3"], "multiple of the microbatch"),
         ("devices", ["--devices=3"], "microbatch that is a multiple"),

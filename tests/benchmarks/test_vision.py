@@ -16,17 +16,17 @@ from flax import nnx
 from benchmarks import grid, image_models, images, optimizers, resumable, study, vision
 from tests.benchmarks import test_grid
 
-_VIT = ("--model=vit", "--width=16", "--depth=1", "--eval_every=2")
-_RESNET = ("--model=resnet", "--width=4", "--depth=1", "--eval_every=2")
+_VIT = ("--model=vit", "--width=16", "--depth=1", "--epochs=24", "--eval_every=12")
+_RESNET = ("--model=resnet", "--width=4", "--depth=1", "--epochs=4", "--eval_every=2")
 _NEVER = resumable.Deadline(None, 0.0)
 
 
 @functools.cache
 def task(name: str, flags: tuple[str, ...]) -> tuple[resumable.Task, grid.Cell]:
-    given = ["--epochs=4", "--dtype=float32", f"--optimizers={name}", *flags]
+    given = ["--dtype=float32", f"--optimizers={name}", *flags]
     comparison = vision.build(vision.parser().parse_args(given))
     ((optimizer, _),) = comparison.optimizers
-    return comparison.make(optimizer), grid.Cell(optimizer, 1e-2, 0)
+    return comparison.make(optimizer), grid.Cell(optimizer, 3e-2, 0)
 
 
 class FolderTest(parameterized.TestCase):
@@ -34,7 +34,7 @@ class FolderTest(parameterized.TestCase):
         super().setUp()
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
-    def train(self, name: str, flags: tuple[str, ...], *, rate: float = 1e-2, seeds=(0,)):
+    def train(self, name: str, flags: tuple[str, ...], *, rate: float = 3e-2, seeds=(0,)):
         work, cell = task(name, flags)
         cells = [grid.Cell(cell.optimizer, rate, seed) for seed in seeds]
         return resumable.train(work, cells, self.folder / "run", deadline=_NEVER)
@@ -55,8 +55,8 @@ class TrainingTest(FolderTest):
     def test_a_transformer_learns_digits_in_pieces_as_at_once(self):
         run = self.check_pieces("mars", _VIT)
         self.assertLess(run["train_loss"][-1], 0.8 * run["train_loss"][0])
-        self.assertLess(run["curves"]["test_error"][-1], 0.6 * run["curves"]["test_error"][0])
-        self.assertEqual(run["steps"], [0, 20, 40])
+        self.assertLess(run["curves"]["test_error"][-1], 50)
+        self.assertEqual(run["steps"], [0, 120, 240])
 
     @pytest.mark.slow
     def test_a_residual_network_learns_digits_in_pieces_as_at_once(self):
@@ -87,8 +87,8 @@ class ModelTest(parameterized.TestCase):
         self.assertEqual(sum(leaf.size for leaf in leaves), 11_173_962)
 
     @parameterized.parameters(
-        ("resnet", "all", {2: 1, 4: 13}),
-        ("resnet", "hidden", {2: 0, 4: 12}),
+        ("resnet", "all", {2: 1, 4: 12}),
+        ("resnet", "hidden", {2: 0, 4: 11}),
         ("resnet", "dense", {2: 1, 4: 0}),
         ("vit", "all", {2: 9, 4: 0}),
         ("vit", "hidden", {2: 6, 4: 0}),
