@@ -47,20 +47,30 @@ class FolderTest(parameterized.TestCase):
 
 
 class TrainingTest(FolderTest):
-    def test_a_run_in_pieces_is_bit_for_bit_the_run_at_once(self):
-        (whole,) = self.train("mars")
-        work, cell = task("mars")
+    def check_pieces(self, name: str) -> None:
+        (whole,) = self.train(name)
+        work, cell = task(name)
         for _ in range(2):
-            deadline = test_grid.After(1)
-            self.assertIsNone(
-                resumable.train(work, [cell], self.folder / "pieces", deadline=deadline)
+            stopped = resumable.train(
+                work, [cell], self.folder / "pieces", deadline=test_grid.After(1)
             )
+            self.assertIsNone(stopped)
         # The rest, from the state on disk: the previous gradient, too, has to be the same.
         (pieces,) = resumable.train(work, [cell], self.folder / "pieces", deadline=_NEVER)
         self.assertEqual(pieces["pieces"], 3)
         self.assertEqual(pieces["curves"], whole["curves"])
         self.assertEqual(pieces["train_loss"], whole["train_loss"])
         self.assertLess(whole["train_loss"][-1], whole["train_loss"][0])
+
+    def test_a_run_in_pieces_is_bit_for_bit_the_run_at_once(self):
+        self.check_pieces("mars")
+
+    @parameterized.parameters(
+        "mars_m", "muon", "mars:correction=exact", "mars:prev_grad_dtype=float8_e4m3fn"
+    )
+    @pytest.mark.slow
+    def test_a_run_with_others_in_pieces_is_bit_for_bit_the_run_at_once(self, name: str):
+        self.check_pieces(name)
 
     def test_optimizers_start_from_the_same_weights_and_see_the_same_batches(self):
         # So small a learning rate leaves float32 weights as they are: losses show the batches.

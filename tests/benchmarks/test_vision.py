@@ -109,6 +109,24 @@ class ModelTest(parameterized.TestCase):
         ]
         self.assertEqual({rank: ranks.count(rank) for rank in (2, 4)}, expected)
 
+    @parameterized.parameters(*optimizers.OPTIMIZERS)
+    def test_every_optimizer_updates_convolutions(self, name: str):
+        config = image_models.ImageModelConfig("resnet", 4, 1, 10, (8, 8, 1))
+        model = nnx.eval_shape(lambda: image_models.build(config, nnx.Rngs(0)))
+        params = nnx.state(model, nnx.Param)
+        optimizer = optimizers.parse_optimizer(name, vision.DOMAIN)
+        schedule = vision.Recipe(4, 8, "multistep", 0, False, 1).learning_rate(jnp.float32(1), 3)
+
+        def updated(params):
+            state = optimizer.transformation(schedule).init(params)
+            return optimizer.step(schedule, lambda params: params, params, state, params)[0]
+
+        after = jax.eval_shape(updated, params)
+        self.assertEqual(
+            jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), nnx.to_pure_dict(after)),
+            jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), nnx.to_pure_dict(params)),
+        )
+
     @parameterized.parameters((0, 1.0), (50, 0.1), (75, 0.01), (99, 0.01), (49, 1.0))
     def test_the_learning_rate_falls_after_a_half_and_three_quarters(
         self, epoch: int, share: float
