@@ -118,15 +118,15 @@ class ParseTest(parameterized.TestCase):
         domain = optimizers.Domain(
             optimizers.LANGUAGE.matrices,
             learning_rates={"mars": 0.5},
-            settings={"global_clip": None, "b1": 0.8},
+            settings={"global_clip": None, "b1": 0.8, "gamma": 0.3},
             settings_of={"mars": {"b2": 0.7}},
         )
         mars = optimizers.parse_optimizer("mars:b1=0.6", domain)
         names = ("global_clip", "b1", "b2")
         self.assertEqual([mars.settings[name] for name in names], [None, 0.6, 0.7])
         self.assertEqual((mars.learning_rate, mars.base), (0.5, "mars"))
-        # Lion has no b2 of this domain; what it does not have is not added.
-        self.assertNotIn("matrices", optimizers.parse_optimizer("lion", domain).settings)
+        self.assertEqual(mars.settings["gamma"], 0.3)
+        self.assertNotIn("gamma", optimizers.parse_optimizer("lion", domain).settings)
 
     def test_without_the_global_clip_gradients_are_left_as_they_are(self):
         grads = {"blocks": {"0": {"kernel": jnp.full((2, 2), 3.0)}}}
