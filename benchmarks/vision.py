@@ -249,7 +249,8 @@ class Vision:
 
     def _normalized(self, batch: jax.Array) -> jax.Array:
         x = (batch.astype(jnp.float32) - self._mean) / self._deviation
-        return x.astype(self._config.dtype)
+        normalized: jax.Array = x.astype(self._config.dtype)
+        return normalized
 
     def _loss(
         self, params: Any, stats: Any, batch: jax.Array, labels: jax.Array
