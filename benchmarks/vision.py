@@ -255,7 +255,8 @@ class Vision:
     def _loss(
         self, params: Any, stats: Any, batch: jax.Array, labels: jax.Array
     ) -> tuple[jax.Array, Any]:
-        model = nnx.merge(self._training, params, stats)
+        # Batch norms change their averages in place: in copies, those of this function.
+        model = nnx.merge(self._training, params, stats, copy=True)
         losses = optax.softmax_cross_entropy_with_integer_labels(model(batch), labels)
         return jnp.mean(losses), nnx.state(model, nnx.BatchStat)
 
