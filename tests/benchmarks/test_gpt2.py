@@ -66,7 +66,7 @@ class TrainingTest(FolderTest):
         self.check_pieces("mars")
 
     @parameterized.parameters(
-        "mars_m", "muon", "mars:correction=exact", "mars:prev_grad_dtype=float8_e4m3fn"
+        "mars_m", "mars:correction=exact", "mars:prev_grad_dtype=float8_e4m3fn"
     )
     @pytest.mark.slow
     def test_a_run_with_others_in_pieces_is_bit_for_bit_the_run_at_once(self, name: str):
