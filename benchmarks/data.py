@@ -2,10 +2,11 @@
 
 import dataclasses
 import hashlib
+import lzma
 import pathlib
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -115,14 +116,15 @@ def load_standard_library(root: str | pathlib.Path | None = None) -> Corpus:
 
 
 def read_tokens(path: str | pathlib.Path) -> Tokens:
-    """Reads one file: token ids if its name ends in `.bin`, else its bytes.
+    """Reads one file: token ids if its name ends in `.bin` or `.bin.xz`, else its bytes.
 
     Args:
       path: a `.bin` file holds unsigned 16-bit integers, little endian, and nothing else (nanoGPT
-        writes such files); any other file is read as bytes whatever its encoding.
+        writes such files); `.bin.xz` is the same, compressed; any other file is read as bytes
+        whatever its encoding.
 
     Returns:
-      The file's ids, rank 1, mapped rather than loaded.
+      The file's ids, rank 1, mapped rather than loaded where the file is not compressed.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -141,7 +143,11 @@ def read_tokens(path: str | pathlib.Path) -> Tokens:
             f"Expected a file with text or tokens, got {str(path)!r}, which is empty. Write it "
             "again or give another file."
         )
-    if path.suffix != ".bin":
+    if path.name.endswith(".bin.xz"):
+        with lzma.open(path) as file:
+            unpacked = file.read()
+        size = len(unpacked)
+    elif path.suffix != ".bin":
         return np.memmap(path, np.uint8, mode="r")
     if size % 2:
         raise ValueError(
@@ -149,6 +155,8 @@ def read_tokens(path: str | pathlib.Path) -> Tokens:
             f"{str(path)!r} with {size} bytes. If it is text, rename it so that it does not end "
             "in '.bin'."
         )
+    if path.suffix == ".xz":
+        return np.frombuffer(unpacked, np.dtype("<u2"))
     return np.memmap(path, np.dtype("<u2"), mode="r")
 
 
@@ -158,7 +166,7 @@ def _file_hash(path: str | pathlib.Path) -> str:
 
 
 def load_files(
-    data_file: str | pathlib.Path,
+    data_file: str | pathlib.Path | Sequence[str | pathlib.Path],
     validation_file: str | pathlib.Path | None = None,
     vocabulary_size: int | None = None,
     *,
@@ -167,7 +175,7 @@ def load_files(
     """Reads a user's own text or token files.
 
     Args:
-      data_file: training text, see `read_tokens`.
+      data_file: training text, see `read_tokens`; several files of one kind are joined.
       validation_file: text that is held out, of the same kind. `None` holds out the last
         `held_out` of `data_file`.
       vocabulary_size: number of symbols. `None` means 256 for text, and the largest id plus one
@@ -182,8 +190,15 @@ def load_files(
       ValueError: a file is empty, malformed or of the wrong kind, or holds an id that the
         vocabulary does not have.
     """
-    train = read_tokens(data_file)
-    hashes: dict[str, str | int] = {"sha256": _file_hash(data_file)}
+    files = [data_file] if isinstance(data_file, (str, pathlib.Path)) else list(data_file)
+    parts = [read_tokens(file) for file in files]
+    if len({part.dtype for part in parts}) > 1:
+        raise ValueError(
+            "Expected text files or token files ('.bin', '.bin.xz') as --data_file, got both kinds "
+            f"in {[str(file) for file in files]}. Encode all the same way."
+        )
+    train = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    hashes: dict[str, str | int] = {"sha256": ", ".join(map(_file_hash, files))}
     if validation_file is None:
         split = len(train) - max(1, round(len(train) * held_out))
         train, validation = train[:split], train[split:]
@@ -192,7 +207,7 @@ def load_files(
         hashes["validation_sha256"] = _file_hash(validation_file)
         if validation.dtype != train.dtype:
             raise ValueError(
-                f"Expected two text files or two token files ('.bin'), got {str(data_file)!r} "
+                f"Expected two text files or two token files ('.bin'), got {str(files[0])!r} "
                 f"and {str(validation_file)!r}. Encode both the same way."
             )
     kind = "tokens" if train.dtype.itemsize == 2 else "bytes"
@@ -201,7 +216,7 @@ def load_files(
         vocabulary_size = BYTES if kind == "bytes" else largest + 1
     if largest >= vocabulary_size:
         raise ValueError(
-            f"Expected ids below {vocabulary_size=}, got {largest} in {str(data_file)!r} or its "
+            f"Expected ids below {vocabulary_size=}, got {largest} in {str(files[0])!r} or its "
             "validation text. Raise --vocabulary_size, or leave it out to have it found."
         )
     return Corpus(
@@ -209,7 +224,7 @@ def load_files(
         validation=validation,
         vocabulary_size=vocabulary_size,
         description={
-            "source": f"{pathlib.Path(data_file).name}, as {kind}",
+            "source": f"{', '.join(pathlib.Path(file).name for file in files)}, as {kind}",
             "training_tokens": len(train),
             "validation_tokens": len(validation),
             **hashes,

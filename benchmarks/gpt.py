@@ -24,6 +24,7 @@ class GPTConfig:
       dtype: that of activations and products; None is float32. Parameters are float32.
       attention: the implementation that `jax.nn.dot_product_attention` takes.
       remat: whether the backward pass computes each block's activations again.
+      causal: whether a position sees those before it only; not so in an image.
     """
 
     vocabulary_size: int
@@ -36,6 +37,7 @@ class GPTConfig:
     dtype: Literal["bfloat16", "float32"] | None = None
     attention: Literal["xla", "cudnn"] | None = None
     remat: bool = False
+    causal: bool = True
 
 
 # width, layers, heads
@@ -82,7 +84,7 @@ def _embedding(config: GPTConfig, symbols: int, rngs: nnx.Rngs) -> nnx.Embed:
 
 
 class Block(nnx.Module):
-    """Causal self-attention and a two-layer perceptron, each behind a norm, each added."""
+    """Self-attention and a two-layer perceptron, each behind a norm, each added."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         width = config.width
@@ -91,6 +93,7 @@ class Block(nnx.Module):
         residual_scale = scale / (2 * config.layers) ** 0.5
         self.heads = config.heads
         self.attention = config.attention
+        self.causal = config.causal
         self.attention_norm = _norm(config, rngs)
         self.query = _linear(config, width, width, scale, rngs)
         self.key = _linear(config, width, width, scale, rngs)
@@ -108,7 +111,7 @@ class Block(nnx.Module):
             for projection in (self.query, self.key, self.value)
         )
         attended = jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, implementation=self.attention
+            query, key, value, is_causal=self.causal, implementation=self.attention
         )
         x = x + self.project(attended.reshape(x.shape))
         return x + self.contract(nnx.gelu(self.expand(self.mlp_norm(x))))

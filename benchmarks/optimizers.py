@@ -10,15 +10,41 @@ import optax.contrib
 import mars_optax
 
 Settings = Mapping[str, Any]
-Build = Callable[[optax.Schedule, dict[str, Any]], optax.GradientTransformation]
+# Which leaves are matrices: what `weight_dimension_numbers` takes.
+Matrices = Callable[[Any], Any]
+Build = Callable[[optax.Schedule, dict[str, Any], Matrices], optax.GradientTransformation]
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """What a kind of model asks of the optimizers.
+
+    Attributes:
+      matrices: what the setting `matrices` may be, and which leaves are matrices then; the others
+        get the AdamW rule. `all` are all of rank 2 or more, `hidden` those between two hidden
+        layers.
+      learning_rates: peak learning rates other than those of `OPTIMIZERS`.
+      settings: values other than those of `OPTIMIZERS`, for every optimizer that has them.
+      settings_of: the same, for one optimizer.
+    """
+
+    matrices: Mapping[str, Matrices]
+    learning_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    settings: Settings = dataclasses.field(default_factory=dict)
+    settings_of: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
+
 
 # As in the training scripts of Muon and MARS-M, only the blocks' kernels are orthogonalized. A row
 # of an embedding or a column of the output layer is one symbol's vector: they get the AdamW rule.
-_MATRICES = mars_optax.dimension_numbers_by_path(
-    [("blocks/.*/kernel", optax.contrib.MuonDimensionNumbers())], default="vector"
+LANGUAGE = Domain(
+    {
+        "all": mars_optax.dimension_numbers_by_path([], default="rank2"),
+        "hidden": mars_optax.dimension_numbers_by_path(
+            [("blocks/.*/kernel", optax.contrib.MuonDimensionNumbers())], default="vector"
+        ),
+    }
 )
 
-_CLIP = optax.clip_by_global_norm(1.0)
 _DECAY = 0.1
 _VECTORS = {"learning_rate_1d": 0.5, "b1_1d": 0.9, "b2_1d": 0.95, "weight_decay_1d": _DECAY}
 _MARS = {
@@ -30,21 +56,24 @@ _MARS = {
     "prev_grad_dtype": None,
     "mu_dtype": None,
     "weight_decay": _DECAY,
+    "matrices": "all",
     **_VECTORS,
 }
 
 
 def _optax(factory: Callable[..., optax.GradientTransformation]) -> Build:
-    return lambda schedule, settings: factory(schedule, **settings)
+    return lambda schedule, settings, matrices: factory(schedule, **settings)
 
 
-def _mars_optax(factory: Callable[..., optax.GradientTransformation], **fixed: Any) -> Build:
-    def build(schedule: optax.Schedule, settings: dict[str, Any]) -> optax.GradientTransformation:
+def _mars_optax(factory: Callable[..., optax.GradientTransformation]) -> Build:
+    def build(
+        schedule: optax.Schedule, settings: dict[str, Any], matrices: Matrices
+    ) -> optax.GradientTransformation:
         factor = settings.pop("learning_rate_1d")
         return factory(
             schedule,
             learning_rate_1d=lambda count: factor * schedule(count),
-            **fixed,
+            weight_dimension_numbers=matrices,
             **settings,
         )
 
@@ -58,6 +87,7 @@ def _muon(
     b1_1d: float,
     b2_1d: float,
     weight_decay_1d: float,
+    weight_dimension_numbers: Matrices,
     **settings: Any,
 ) -> optax.GradientTransformation:
     """Optax's Muon with the argument names of mars_optax."""
@@ -67,7 +97,7 @@ def _muon(
         adam_b1=b1_1d,
         adam_b2=b2_1d,
         adam_weight_decay=weight_decay_1d,
-        muon_weight_dimension_numbers=_MATRICES,
+        muon_weight_dimension_numbers=weight_dimension_numbers,
         **settings,
     )
 
@@ -75,19 +105,21 @@ def _muon(
 def _corrected(factory: Build) -> Build:
     """Puts the correction and the clip of each matrix in front of an optimizer."""
 
-    def build(schedule: optax.Schedule, settings: dict[str, Any]) -> optax.GradientTransformation:
+    def build(
+        schedule: optax.Schedule, settings: dict[str, Any], matrices: Matrices
+    ) -> optax.GradientTransformation:
         gamma, b1, max_norm = (settings.pop(name) for name in ("gamma", "b1", "max_norm"))
         return optax.chain(
             mars_optax.correct_gradients(gamma, b1),
             mars_optax.clip_by_leaf_norm(max_norm),
-            factory(schedule, settings),
+            factory(schedule, settings, matrices),
         )
 
     return build
 
 
 # float32, as Optax's Muon computes: bfloat16 gains nothing on most CPUs.
-_ORTHOGONAL = {"weight_dimension_numbers": _MATRICES, "ns_dtype": "float32"}
+_ORTHOGONAL = {"matrices": "hidden", "ns_dtype": "float32"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,28 +129,68 @@ class Optimizer:
     Attributes:
       name: how the user asked for it, and what the report calls it.
       learning_rate: peak learning rate where no grid is given.
-      settings: everything else that is a number. `learning_rate_1d` is a factor: leaves under the
-        vector rule get this multiple of the learning rate.
-      build: makes the Optax transformation from a schedule and the settings.
+      settings: everything else. `learning_rate_1d` is a factor: leaves under the vector rule get
+        this multiple of the learning rate. `global_clip` is the bound on the norm of all gradients
+        together, in front of everything. `matrices` is a name out of its domain's.
+      build: makes the Optax transformation from a schedule, the settings and the matrices.
+      domain: the kind of model.
     """
 
     name: str
     learning_rate: float
     settings: Settings
     build: Build
+    domain: Domain = LANGUAGE
 
-    def transformation(self, schedule: optax.Schedule) -> optax.GradientTransformation:
-        """Builds the transformation behind the global clip that every optimizer gets."""
-        return optax.chain(_CLIP, self.build(schedule, dict(self.settings)))
+    @property
+    def base(self) -> str:
+        """Which of `OPTIMIZERS` it is."""
+        return self.name.partition(":")[0]
 
+    def _clip(self) -> optax.GradientTransformation:
+        bound = self.settings["global_clip"]
+        return optax.identity() if bound is None else optax.clip_by_global_norm(bound)
 
-def clip(grads: optax.Updates) -> optax.Updates:
-    """Clips gradients as every optimizer's are: exact mode's, too, are handed over clipped."""
-    return _CLIP.update(grads, optax.EmptyState())[0]
+    def transformation(self, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+        """Builds the transformation behind the global clip."""
+        settings = {key: value for key, value in self.settings.items() if key != "global_clip"}
+        matrices = self.domain.matrices[settings.pop("matrices", "all")]
+        return optax.chain(self._clip(), self.build(schedule, settings, matrices))
+
+    def clip(self, grads: Any) -> Any:
+        """Clips gradients as the transformation does: exact mode's, too, are clipped."""
+        return self._clip().update(grads, optax.EmptyState())[0]
+
+    def step(
+        self,
+        schedule: optax.Schedule,
+        gradient: Callable[[Any], Any],
+        grads: Any,
+        state: Any,
+        params: Any,
+    ) -> tuple[Any, Any]:
+        """Makes one update.
+
+        Args:
+          schedule: the learning rate.
+          gradient: maps parameters to the gradients of this step's batch at them, for whoever asks.
+          grads: the gradients at `params`.
+          state: the state of `transformation(schedule)`.
+          params: the parameters.
+
+        Returns:
+          New parameters and new state.
+        """
+        updates, state = self.transformation(schedule).update(
+            grads, state, params, grad_fn=lambda params: self.clip(gradient(params))
+        )
+        return optax.apply_updates(params, updates), state
 
 
 OPTIMIZERS = {
-    optimizer.name: optimizer
+    optimizer.name: dataclasses.replace(
+        optimizer, settings={**optimizer.settings, "global_clip": 1.0}
+    )
     for optimizer in (
         Optimizer(
             "adamw", 8e-3, {"b1": 0.9, "b2": 0.95, "weight_decay": _DECAY}, _optax(optax.adamw)
@@ -138,11 +210,17 @@ OPTIMIZERS = {
         Optimizer(
             "muon",
             8e-3,
-            {"beta": 0.95, "consistent_rms": 0.2, "weight_decay": _DECAY, **_VECTORS},
+            {
+                "beta": 0.95,
+                "consistent_rms": 0.2,
+                "weight_decay": _DECAY,
+                "matrices": "hidden",
+                **_VECTORS,
+            },
             _mars_optax(_muon),
         ),
         Optimizer(
-            "mars_m", 1.6e-2, {"b1": 0.95, **_MARS}, _mars_optax(mars_optax.mars_m, **_ORTHOGONAL)
+            "mars_m", 1.6e-2, {"b1": 0.95, **_MARS, **_ORTHOGONAL}, _mars_optax(mars_optax.mars_m)
         ),
         Optimizer(
             "corrected_muon",
@@ -154,6 +232,7 @@ OPTIMIZERS = {
                 "beta": 0.95,
                 "consistent_rms": 0.2,
                 "weight_decay": _DECAY,
+                "matrices": "hidden",
                 **_VECTORS,
             },
             _corrected(_mars_optax(_muon)),
@@ -167,11 +246,66 @@ OPTIMIZERS = {
         Optimizer(
             "mars_shampoo",
             8e-3,
-            {"b1": 0.95, **_MARS},
-            _mars_optax(mars_optax.mars_shampoo, **_ORTHOGONAL),
+            {"b1": 0.95, **_MARS, **_ORTHOGONAL},
+            _mars_optax(mars_optax.mars_shampoo),
         ),
     )
 }
+
+
+# The rows of an ablation: what follows the name of the optimizer. The first is the control.
+_MEMORY_FREE = ("max_norm=none", "keep_prev_grad=false")
+ABLATIONS: Mapping[str, Sequence[Sequence[str]]] = {
+    "gamma": [[f"gamma={gamma}"] for gamma in ("0", "0.01", "0.025", "0.05", "0.1")],
+    "clip": [
+        [],
+        ["max_norm=none"],
+        ["global_clip=none"],
+        ["max_norm=none", "global_clip=none"],
+    ],
+    "first_step": [[], ["first_step=no_correction"]],
+    "second_moment": [[], ["second_moment=gradient"]],
+    "correction": [["gamma=0"], [], ["correction=exact"]],
+    "previous_gradient": [
+        [],
+        ["prev_grad_dtype=bfloat16"],
+        ["prev_grad_dtype=float8_e4m3fn"],
+        list(_MEMORY_FREE),
+    ],
+    "betas": [[], ["b1=0.95", "b2=0.99"]],
+    "matrices": [["matrices=hidden"], ["matrices=all"]],
+    "convolutions": [["matrices=dense"], ["matrices=hidden"], ["matrices=all"]],
+}
+MAIN = ("adamw", "lion", "muon", "mars", "mars_lion", "mars_shampoo", "mars_m")
+
+
+def table(name: str) -> list[str]:
+    """Returns the rows of a named table.
+
+    Args:
+      name: `main`, every optimizer at its own settings; or an optimizer and one of `ABLATIONS`,
+        such as `mars/gamma`.
+
+    Returns:
+      Optimizers as `parse_optimizer` reads them.
+
+    Raises:
+      ValueError: If there is no such table.
+    """
+    if name == "main":
+        return list(MAIN)
+    base, _, ablation = name.partition("/")
+    if base not in OPTIMIZERS or ablation not in ABLATIONS:
+        raise ValueError(
+            f"Expected 'main', or OPTIMIZER/TABLE with one of {', '.join(OPTIMIZERS)} and one of "
+            f"{', '.join(ABLATIONS)} as --table, got {name!r}. Write it like --table=mars/gamma."
+        )
+    rows = []
+    for overrides in ABLATIONS[ablation]:
+        # Without the previous gradient the second moment cannot be that of the corrected one.
+        moment = tuple(overrides) == _MEMORY_FREE and "second_moment" in OPTIMIZERS[base].settings
+        rows.append(":".join([base, *overrides, *["second_moment=gradient"][: int(moment)]]))
+    return rows
 
 
 def _value(text: str, default: Any, *, meaning: str) -> Any:
@@ -191,17 +325,18 @@ def _value(text: str, default: Any, *, meaning: str) -> Any:
         ) from None
 
 
-def parse_optimizer(text: str) -> Optimizer:
+def parse_optimizer(text: str, domain: Domain = LANGUAGE) -> Optimizer:
     """Reads an optimizer's name, with settings that differ from its defaults behind colons.
 
     Args:
       text: for example `adamw`, or `adamw:b1=0.95:b2=0.99`.
+      domain: the kind of model, which may have other defaults.
 
     Returns:
       The optimizer, named `text`.
 
     Raises:
-      ValueError: unknown optimizer or setting, or a value that is no number.
+      ValueError: unknown optimizer or setting, or a value of the wrong kind.
     """
     name, *overrides = text.split(":")
     if name not in OPTIMIZERS:
@@ -211,6 +346,8 @@ def parse_optimizer(text: str) -> Optimizer:
         )
     optimizer = OPTIMIZERS[name]
     settings = dict(optimizer.settings)
+    settings |= {key: value for key, value in domain.settings.items() if key in settings}
+    settings |= domain.settings_of.get(name, {})
     for override in overrides:
         key, _, value = override.partition("=")
         if key not in settings:
@@ -219,17 +356,25 @@ def parse_optimizer(text: str) -> Optimizer:
                 f"{text!r}. Learning rates go to --learning_rates."
             )
         settings[key] = _value(value, settings[key], meaning=f"{key} in {text!r}")
-    return dataclasses.replace(optimizer, name=text, settings=settings)
+    if settings.get("matrices", "all") not in domain.matrices:
+        raise ValueError(
+            f"Expected matrices out of {', '.join(domain.matrices)}, got {settings['matrices']!r} "
+            f"in {text!r}. Write it like '{name}:matrices=all'."
+        )
+    rate = domain.learning_rates.get(name, optimizer.learning_rate)
+    return dataclasses.replace(
+        optimizer, name=text, learning_rate=rate, settings=settings, domain=domain
+    )
 
 
-def parse_optimizers(texts: Sequence[str]) -> list[Optimizer]:
+def parse_optimizers(texts: Sequence[str], domain: Domain = LANGUAGE) -> list[Optimizer]:
     """Reads several optimizers, see `parse_optimizer`; one named twice is a `ValueError`."""
     if not texts or len(set(texts)) < len(texts):
         raise ValueError(
             f"Expected at least one optimizer, each named once, got {list(texts)}. Correct "
             "--optimizers."
         )
-    return [parse_optimizer(text) for text in texts]
+    return [parse_optimizer(text, domain) for text in texts]
 
 
 def parse_learning_rates(texts: Sequence[str]) -> list[float]:

@@ -27,7 +27,10 @@ class Summary:
       learning_rate: the one with the lowest validation loss at the end, averaged over seeds.
       at_edge: whether it is the lowest or highest of a grid, so that the best may lie outside.
       runs: the runs at that learning rate, in the seeds' order.
-      grid: mean validation loss at the end for every learning rate.
+      grid: mean of what decided, at the end, for every learning rate.
+      metric: what the runs' validation loss is.
+      chosen_by: what decided on the learning rate.
+      unit: of the metric.
     """
 
     optimizer: str
@@ -35,6 +38,9 @@ class Summary:
     at_edge: bool
     runs: list[Run]
     grid: dict[float, float]
+    metric: str = "validation loss"
+    chosen_by: str = "validation loss"
+    unit: str = "nats per token"
 
     @property
     def losses(self) -> list[float]:
@@ -178,10 +184,10 @@ def table(summaries: Sequence[Summary]) -> str:
         [
             "optimizer",
             "learning rate",
-            "validation loss",
+            baseline.metric,
             "over seeds",
             f"minus {baseline.optimizer}",
-            f"steps to {baseline.optimizer}'s loss",
+            f"steps to {baseline.optimizer}'s {baseline.metric.split()[-1]}",
             "ms/step",
             "state bytes",
         ]
@@ -208,7 +214,7 @@ def table(summaries: Sequence[Summary]) -> str:
 
 
 def grid_table(summaries: Sequence[Summary]) -> str:
-    """Formats the mean validation loss of every optimizer at every learning rate."""
+    """Formats what decided, its mean over seeds, of every optimizer at every learning rate."""
     rates = sorted({rate for summary in summaries for rate in summary.grid})
     rows = [["learning rate", *(f"{rate:g}" for rate in rates)]]
     for summary in summaries:
@@ -223,8 +229,8 @@ def text(summaries: Sequence[Summary]) -> str:
     parts = [table(summaries)]
     if any(len(summary.grid) > 1 for summary in summaries):
         parts.append(
-            "Validation loss at the end, mean over seeds, of every learning rate; the table above "
-            "has each optimizer's best.\n" + grid_table(summaries)
+            f"{baseline.chosen_by.capitalize()} at the end, mean over seeds, of every learning "
+            "rate; the table above has each optimizer's best.\n" + grid_table(summaries)
         )
     edges = [summary.optimizer for summary in summaries if summary.at_edge]
     if edges:
@@ -235,7 +241,7 @@ def text(summaries: Sequence[Summary]) -> str:
     others = [summary for summary in summaries if summary is not baseline]
     if others:
         best = min(summaries, key=lambda summary: summary.loss)
-        lines = [f"Lowest validation loss: {best.optimizer} ({_loss_text(best.loss)})."]
+        lines = [f"Lowest {baseline.metric}: {best.optimizer} ({_loss_text(best.loss)})."]
         parts.append("\n".join(lines + [verdict(other, baseline) for other in others]))
     return "\n\n".join(parts)
 
@@ -248,6 +254,7 @@ def plot(summaries: Sequence[Summary], path: pathlib.Path) -> None:
       path: the PNG file to write.
     """
     swept = any(len(summary.grid) > 1 for summary in summaries)
+    metric, unit = summaries[0].metric, summaries[0].unit
     figure, axes = plt.subplots(
         ncols=1 + swept, figsize=(6.5 * (1 + swept), 4.5), squeeze=False, layout="constrained"
     )
@@ -268,11 +275,12 @@ def plot(summaries: Sequence[Summary], path: pathlib.Path) -> None:
         )
         if swept:
             axes[0, 1].plot(list(summary.grid), list(summary.grid.values()), marker="o")
-    curves.set(xlabel="step", ylabel="validation loss (nats per token)", yscale="log")
+    curves.set(xlabel="step", ylabel=f"{metric} ({unit})", yscale="log")
     curves.legend()
     curves.grid(alpha=0.3, which="both")
     if swept:
-        axes[0, 1].set(xlabel="learning rate", ylabel="validation loss at the end", xscale="log")
+        decided = f"{summaries[0].chosen_by} at the end"
+        axes[0, 1].set(xlabel="learning rate", ylabel=decided, xscale="log")
         axes[0, 1].grid(alpha=0.3, which="both")
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 import mars_optax
-from benchmarks import data, gpt, optimizers
+from benchmarks import data, gpt
 from benchmarks.optimizers import Optimizer
 
 Params: TypeAlias = "nnx.State[Any, Any]"
@@ -138,7 +138,7 @@ class Trainer:
     def _updates(
         self, params: Params, state: optax.OptState, windows: jax.Array, peak: jax.Array
     ) -> tuple[Params, optax.OptState, jax.Array]:
-        transformation = self._transformation(peak)
+        schedule = self._schedule.learning_rate(peak)
 
         def update(
             carry: tuple[Params, optax.OptState], batch: jax.Array
@@ -146,13 +146,11 @@ class Trainer:
             params, state = carry
             loss, grads = jax.value_and_grad(self._loss)(params, batch)
 
-            def grad_fn(params: Params) -> Params:
-                """Where an optimizer asks: the gradients of this batch at other parameters."""
-                grads: Params = optimizers.clip(jax.grad(self._loss)(params, batch))
+            def gradient(params: Params) -> Params:
+                grads: Params = jax.grad(self._loss)(params, batch)
                 return grads
 
-            updates, state = transformation.update(grads, state, params, grad_fn=grad_fn)
-            return (optax.apply_updates(params, updates), state), loss
+            return self._optimizer.step(schedule, gradient, grads, state, params), loss
 
         (params, state), losses = jax.lax.scan(update, (params, state), windows)
         return params, state, losses
@@ -160,7 +158,7 @@ class Trainer:
     def _measures(
         self, params: Params, state: optax.OptState, windows: jax.Array
     ) -> dict[str, jax.Array]:
-        grads = optimizers.clip(jax.grad(self._loss)(params, windows))
+        grads = self._optimizer.clip(jax.grad(self._loss)(params, windows))
         settings = self._optimizer.settings
         names = ("gamma", "b1", "max_norm")
         known = {name: settings[name] for name in names if name in settings}

@@ -1,5 +1,6 @@
 """Reading text and tokens, splitting them, and cutting batches."""
 
+import lzma
 import pathlib
 import tempfile
 
@@ -99,6 +100,18 @@ class FilesTest(DataTest):
         corpus = data.load_files(self.write_tokens("train.bin", list(range(100))))
         self.assertEqual(corpus.train.tolist(), list(range(95)))
         self.assertEqual(corpus.validation.tolist(), list(range(95, 100)))
+
+    def test_compressed_token_files_are_read_and_several_are_joined(self):
+        packed = self.write("a.bin.xz", lzma.compress(np.asarray([1, 2, 300], "<u2").tobytes()))
+        plain = self.write_tokens("b.bin", [4])
+        corpus = data.load_files([packed, plain], packed)
+        self.assertEqual(corpus.train.tolist(), [1, 2, 300, 4])
+        self.assertEqual(corpus.validation.tolist(), [1, 2, 300])
+        self.assertEqual(corpus.description["source"], "a.bin.xz, b.bin, as tokens")
+        with self.assertRaisesRegex(ValueError, "got both kinds"):
+            data.load_files([packed, self.write("c.txt", b"abcd")])
+        with self.assertRaisesRegex(ValueError, "with 3 bytes"):
+            data.load_files(self.write("d.bin.xz", lzma.compress(b"abc")))
 
     def test_a_missing_file_is_an_error(self):
         with self.assertRaisesRegex(FileNotFoundError, r"nowhere.txt.*not there.*--data_file"):

@@ -30,7 +30,7 @@ def jitted_updates(name: str):
             scaled = jax.tree.map(lambda leaf: scale * leaf, grads)
             # The parameters do not move, so neither does the gradient of this batch at them.
             updates, state = transformation.update(
-                scaled, state, params, grad_fn=lambda _: optimizers.clip(scaled)
+                scaled, state, params, grad_fn=lambda _: optimizer.clip(scaled)
             )
             return state, updates
 
@@ -113,6 +113,27 @@ class ParseTest(parameterized.TestCase):
         self.assertIsNone(optimizer.settings["max_norm"])
         self.assertEqual(optimizer.settings["weight_decay"], 0.1)
         self.assertEqual(optimizers.OPTIMIZERS["mars"].settings["gamma"], 0.025)
+
+    def test_a_domain_has_defaults_of_its_own_and_the_users_settings_go_first(self):
+        domain = optimizers.Domain(
+            optimizers.LANGUAGE.matrices,
+            learning_rates={"mars": 0.5},
+            settings={"global_clip": None, "b1": 0.8, "gamma": 0.3},
+            settings_of={"mars": {"b2": 0.7}},
+        )
+        mars = optimizers.parse_optimizer("mars:b1=0.6", domain)
+        names = ("global_clip", "b1", "b2")
+        self.assertEqual([mars.settings[name] for name in names], [None, 0.6, 0.7])
+        self.assertEqual((mars.learning_rate, mars.base), (0.5, "mars"))
+        self.assertEqual(mars.settings["gamma"], 0.3)
+        self.assertNotIn("gamma", optimizers.parse_optimizer("lion", domain).settings)
+
+    def test_without_the_global_clip_gradients_are_left_as_they_are(self):
+        grads = {"blocks": {"0": {"kernel": jnp.full((2, 2), 3.0)}}}
+        clipped = optimizers.parse_optimizer("mars").clip(grads)
+        self.assertAlmostEqual(float(optax.tree.norm(clipped)), 1.0, places=6)
+        whole = optimizers.parse_optimizer("mars:global_clip=none").clip(grads)
+        self.assertEqual(float(optax.tree.norm(whole)), 6.0)
 
     def test_a_setting_reaches_the_optimizer(self):
         first = updates(without_decay("mars") + ":learning_rate_1d=2", 1.0, 1.0)[0]

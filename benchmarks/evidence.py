@@ -1,0 +1,192 @@
+r"""Makes Markdown tables and plots of recorded results of the training benchmarks.
+
+    python -m benchmarks.evidence benchmarks/results/gpt2_45m_h100.json --tables=main,mars/gamma
+
+Each table is a section of `NAME.md` beside the JSON file, and a plot `NAME_TABLE.png`. Rows whose
+runs are not all there are left out, and named.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import gpt2, grid, optimizers, report, vision
+
+DOMAINS = {"gpt2": gpt2.DOMAIN, "vision": vision.DOMAIN}
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float) -> str:
+    return "diverged" if math.isinf(value) else f"{value:.4f}"
+
+
+def _outcome(candidate: report.Summary, baseline: report.Summary) -> str:
+    """Says in a word or two what `report.verdict` says in a sentence."""
+    if candidate is baseline:
+        return ""
+    if math.isinf(candidate.loss) or math.isinf(baseline.loss):
+        return "diverged" if math.isinf(candidate.loss) else "wins"
+    if len(candidate.runs) < 2:
+        return "one seed"
+    difference = statistics.fmean(report.differences(candidate, baseline))
+    if abs(difference) <= max(candidate.spread, baseline.spread):
+        return "no winner"
+    return "wins" if difference < 0 else "loses"
+
+
+def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary) -> str:
+    """Formats each optimizer at its best learning rate as a Markdown table.
+
+    Args:
+      summaries: the rows.
+      baseline: what they are compared with, one of them.
+
+    Returns:
+      The table, without a line break at its end.
+    """
+    versus = f"`{baseline.optimizer}`"
+    header = [
+        "optimizer",
+        "learning rate (tried)",
+        baseline.metric,
+        "over seeds",
+        f"minus {versus}, by seed",
+        "outcome",
+        f"steps to {versus}'s",
+        "ms a step",
+        "MB of state",
+    ]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for summary in summaries:
+        finite = summary is not baseline and not (
+            math.isinf(summary.loss) or math.isinf(baseline.loss)
+        )
+        each = report.differences(summary, baseline) if finite else []
+        steps = report.mean_steps_to_reach(summary, baseline)
+        seconds = [run.seconds_per_step for run in summary.runs]
+        edge = ", edge" if summary.at_edge else ""
+        lines.append(
+            _row(
+                [
+                    f"`{summary.optimizer}`",
+                    f"{summary.learning_rate:g} ({len(summary.grid)}{edge})",
+                    _number(summary.loss),
+                    f"{_number(min(summary.losses))} to {_number(max(summary.losses))}",
+                    f"{min(each):+.4f} to {max(each):+.4f}" if each else "",
+                    _outcome(summary, baseline),
+                    "never" if steps is None else f"{steps:.0f}",
+                    f"{1000 * statistics.median(seconds):.1f}",
+                    f"{summary.runs[0].state_bytes / 1e6:.1f}",
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def _flat(tree: Mapping[str, Any]) -> str:
+    parts = []
+    for key, value in tree.items():
+        inner = f"({_flat(value)})" if isinstance(value, Mapping) else str(value)
+        parts.append(f"{key} {inner}")
+    return ", ".join(parts)
+
+
+def section(tree: Mapping[str, Any], table: str) -> tuple[str, list[report.Summary]]:
+    """Makes the section of one table.
+
+    Args:
+      tree: the results of one command.
+      table: its name, see `optimizers.table`, or `all`: every optimizer that there is.
+
+    Returns:
+      Markdown, and what it shows: nothing where no row is complete.
+    """
+    domain = DOMAINS[tree["name"]]
+    protocol = grid.Protocol(**tree["protocol"])
+    texts = (
+        list(dict.fromkeys(record["optimizer"] for record in tree["records"]))
+        if table == "all"
+        else optimizers.table(table)
+    )
+    chosen = optimizers.parse_optimizers(texts, domain)
+    records = grid.named(tree["records"], chosen)
+    summaries = grid.summarize(records, protocol, texts)
+    parts = [f"### {tree['name']}: {table}"]
+    shown = [summary.optimizer for summary in summaries]
+    if summaries:
+        # A control without correction is what an ablation compares with, not AdamW.
+        baseline = summaries[0] if "/" in table else report.baseline_of(summaries)
+        parts.append(markdown_table(summaries, baseline))
+        together = {record["together"] for record in records}
+        final = ", ".join(map(str, protocol.final_seeds))
+        notes = [
+            f"Learning rates are chosen by {protocol.chosen_by.replace('_', ' ')} at seeds "
+            f"{', '.join(map(str, protocol.seeds))}; the figures are of seeds {final}, "
+            f"{protocol.compared.replace('_', ' ')} in {protocol.unit}. `wins` and `loses` are "
+            "differences of the means beyond the larger range over seeds."
+        ]
+        if max(together) > 1:
+            notes.append("Times are shares of runs that were made together.")
+        parts.append(" ".join(notes))
+    missing = [text for text in texts if text not in shown]
+    if missing:
+        parts.append("Not complete: " + ", ".join(f"`{text}`" for text in missing) + ".")
+    return "\n\n".join(parts), summaries
+
+
+def write(path: pathlib.Path, tables: Sequence[str], out: pathlib.Path) -> list[pathlib.Path]:
+    """Writes the Markdown and the plots of one file of results.
+
+    Args:
+      path: the JSON file.
+      tables: names of tables.
+      out: the folder to write to.
+
+    Returns:
+      The files written.
+    """
+    tree = json.loads(path.read_text())
+    parts = [f"## {path.stem}", f"Data: {_flat(tree['data'])}.", f"Task: {_flat(tree['task'])}."]
+    parts += [f"Made with: {_flat(environment)}." for environment in tree["environments"]]
+    written = []
+    for table in tables:
+        text, summaries = section(tree, table)
+        if summaries:
+            plot = out / f"{path.stem}_{table.replace('/', '_')}.png"
+            report.plot(summaries, plot)
+            written.append(plot)
+            text += f"\n\n![Curves of {table}]({plot.name})"
+        parts.append(text)
+    fragment = out / f"{path.stem}.md"
+    fragment.write_text("\n\n".join(parts) + "\n")
+    return [fragment, *written]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Reads the flags, writes the files, prints their names."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="+", help="results.json of gpt2 or vision")
+    parser.add_argument("--tables", default="main", help="names of tables, or 'all'")
+    parser.add_argument("--out", help="folder to write to; by default the file's own")
+    args = parser.parse_args(argv)
+    try:
+        for file in map(pathlib.Path, args.files):
+            out = pathlib.Path(args.out) if args.out else file.parent
+            out.mkdir(parents=True, exist_ok=True)
+            for written in write(file, args.tables.split(","), out):
+                print(written)
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"evidence: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,374 @@
+r"""Trains GPT-2, of any size, with several optimizers: tuned alike, resumable, on all devices.
+
+From the root of the repository:
+
+    python -m benchmarks.gpt2
+    python -m benchmarks.gpt2 --table=main --grid=3 --final_seeds=1,2,3 --model=small \
+        --data_file=train.bin --validation_file=val.bin --batch_size=480 --microbatch=32 --limit=540
+
+The same command again goes on where the one before stopped. Activations and products are bfloat16,
+parameters and optimizer float32.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import data, gpt, gpt2_shapes, grid, optimizers, study, train_step, training
+from benchmarks.optimizers import Optimizer
+
+# Where a grid begins, not what is best: rates of this order did well for 45 million parameters.
+DOMAIN = dataclasses.replace(
+    optimizers.LANGUAGE,
+    learning_rates={
+        "adamw": 2e-3,
+        "mars": 4e-3,
+        "lion": 2.5e-4,
+        "mars_lion": 2.5e-4,
+        "muon": 4e-3,
+        "mars_m": 4e-3,
+        "corrected_muon": 4e-3,
+        "mars_shampoo": 4e-3,
+        "storm_adamw": 2e-3,
+    },
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    parser = study.parser((__doc__ or "").splitlines()[0], out="runs/gpt2")
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", choices=list(gpt2_shapes.MODELS), default="tiny", help="its sizes, unless given"
+    )
+    for name, meaning in (
+        ("layers", "number of blocks"),
+        ("width", "size of the residual stream"),
+        ("heads", "attention heads; by default one for 64 of the width, at least 2"),
+        ("context", "tokens that the model sees"),
+        ("vocabulary_size", "number of symbols; by default found in the data"),
+    ):
+        group.add_argument(f"--{name}", type=study.positive, help=meaning)
+    group.add_argument(
+        "--biases", action="store_true", help="biases, which the runs of the paper do without"
+    )
+    group.add_argument("--untied", action="store_true", help="an output layer of its own")
+    group.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    group.add_argument("--attention", choices=["auto", "cudnn", "xla"], default="auto")
+    group.add_argument("--remat", action="store_true", help="compute activations twice")
+    group = parser.add_argument_group("training")
+    group.add_argument("--steps", type=study.positive, default=200, help="updates")
+    group.add_argument("--warmup_steps", type=int, help="updates of the warm-up; default a tenth")
+    group.add_argument(
+        "--final_fraction",
+        type=float,
+        default=0.1,
+        help="share of the peak that the cosine ends at",
+    )
+    group.add_argument("--batch_size", type=study.positive, default=16, help="windows of an update")
+    group.add_argument(
+        "--microbatch",
+        type=study.positive,
+        help="windows of a forward and backward pass; gradients of several are averaged; by "
+        "default all",
+    )
+    group.add_argument("--eval_every", type=study.positive, default=50, help="updates between two")
+    group.add_argument("--eval_windows", type=study.positive, default=256, help="held-out windows")
+    group.add_argument(
+        "--devices", type=study.positive, help="devices that share a batch; by default all"
+    )
+    group.add_argument(
+        "--data_file",
+        help="training text: '.bin' and '.bin.xz' are unsigned 16-bit token ids, anything else is "
+        "read as bytes; several separated by commas; without it Python's standard library",
+    )
+    group.add_argument("--validation_file", help="held-out text; by default a part of the other")
+    return parser
+
+
+def model_config(args: argparse.Namespace, vocabulary_size: int, backend: str) -> gpt.GPTConfig:
+    """Returns the model of the flags.
+
+    Args:
+      args: the flags.
+      vocabulary_size: number of symbols, rounded up to a multiple of 64 for the hardware's sake.
+      backend: JAX's.
+
+    Raises:
+      ValueError: If the width is no multiple of the heads.
+    """
+    sizes = gpt2_shapes.MODELS[args.model]
+    width = args.width or sizes.width
+    heads = args.heads or max(2, width // 64)
+    if width % heads:
+        raise ValueError(
+            f"Expected a width that is a multiple of the heads, got {width} and {heads}. Change "
+            "--width or --heads."
+        )
+    attention: Any = train_step.attention_implementation(args.attention, backend)
+    return gpt.GPTConfig(
+        vocabulary_size=-(-vocabulary_size // 64) * 64,
+        context=args.context or sizes.context,
+        width=width,
+        layers=args.layers or sizes.layers,
+        heads=heads,
+        biases=args.biases,
+        tied=not args.untied,
+        dtype=args.dtype,
+        attention=attention,
+        remat=args.remat,
+    )
+
+
+class Language:
+    """The training of one GPT-2 with one optimizer, a `resumable.Task`.
+
+    Args:
+      corpus: the text.
+      held_out: windows to evaluate on.
+      work: the model, and what an update processes.
+      schedule: length and learning rate.
+      optimizer: the optimizer.
+      devices: what each microbatch is divided over; parameters and state are on all of them.
+    """
+
+    def __init__(
+        self,
+        corpus: data.Corpus,
+        held_out: data.Windows,
+        work: train_step.Work,
+        schedule: training.Schedule,
+        optimizer: Optimizer,
+        devices: Sequence[jax.Device],
+    ) -> None:
+        self._corpus = corpus
+        self._work = work
+        self._schedule = schedule
+        self._optimizer = optimizer
+        mesh = jax.make_mesh(
+            (len(devices),),
+            ("data",),
+            axis_types=(jax.sharding.AxisType.Auto,),
+            devices=tuple(devices),
+        )
+        self._everywhere = NamedSharding(mesh, P())  # type: ignore[no-untyped-call, unused-ignore]
+        self._mesh = mesh
+        self._graph, self._abstract = train_step.abstract_model(work.config)
+        self._held_out = jax.device_put(held_out, self._everywhere)
+        self._advance_one = jax.jit(self._updates, donate_argnums=(0,))
+        self._advance_all = jax.jit(jax.vmap(self._updates), donate_argnums=(0,))
+        self._starts: dict[int, Any] = {}
+        self._ready: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def steps(self) -> int:
+        """Number of updates."""
+        return self._schedule.steps
+
+    @property
+    def steps_per_call(self) -> int:
+        """Updates that one call makes."""
+        return self._schedule.steps_per_call()
+
+    @functools.cached_property
+    def evaluated_steps(self) -> list[int]:
+        """After how many updates the model is evaluated."""
+        return self._schedule.evaluated_steps()
+
+    def init(self, cells: Sequence[grid.Cell]) -> dict[str, Any]:
+        """Makes parameters and state; a seed's parameters are the same for every optimizer."""
+        transformation = self._optimizer.transformation(optax.constant_schedule(0.0))
+        every = [
+            nnx.state(gpt.GPT(self._work.config, rngs=nnx.Rngs(cell.seed)), nnx.Param)
+            for cell in cells
+        ]
+        params = study.stacked(every)
+        init = transformation.init if len(cells) == 1 else jax.vmap(transformation.init)
+        state: dict[str, Any] = {"params": params, "opt_state": init(params)}
+        return dict(jax.device_put(state, self._everywhere))
+
+    def advance(
+        self, state: dict[str, Any], step: int, cells: Sequence[grid.Cell]
+    ) -> tuple[dict[str, Any], jax.Array]:
+        """Makes the updates of a call; a seed's batches are the same for every optimizer."""
+        seeds = tuple(cell.seed for cell in cells)
+        rates = np.asarray([cell.learning_rate for cell in cells], np.float32)
+        windows = self._batches(seeds, step)
+        if len(cells) == 1:
+            state, losses = self._advance_one(state, windows, jnp.asarray(rates[0]))
+        else:
+            state, losses = self._advance_all(state, windows, jnp.asarray(rates))
+        # While the device is busy with these.
+        following = step + self.steps_per_call
+        if following < self.steps:
+            self._ready = {(seeds, following): self._batches(seeds, following)}
+        return state, losses
+
+    def evaluate(self, state: dict[str, Any]) -> Mapping[str, jax.Array]:
+        """Averages the loss over the held-out windows."""
+        params = state["params"]
+        alone = jax.tree.leaves(params)[0].shape == jax.tree.leaves(self._abstract)[0].shape
+        evaluate = training.evaluate if alone else _evaluate_all
+        return {"validation_loss": evaluate(self._graph, params, self._held_out)}
+
+    def _batches(self, seeds: tuple[int, ...], step: int) -> jax.Array:
+        """Returns the windows of a call, on the devices."""
+        if (seeds, step) in self._ready:
+            ready: jax.Array = self._ready.pop((seeds, step))
+            return ready
+        windows = np.stack([self._windows(seed, step) for seed in seeds])
+        if len(seeds) == 1:
+            windows = windows[0]
+        # The last axes are microbatches, windows, tokens.
+        spec = P(*[None] * (windows.ndim - 2), "data")  # type: ignore[no-untyped-call, unused-ignore]
+        placed: jax.Array = jax.device_put(windows, NamedSharding(self._mesh, spec))
+        return placed
+
+    def _windows(self, seed: int, step: int) -> data.Windows:
+        work = self._work
+        if seed not in self._starts:
+            self._starts[seed] = data.training_starts(
+                seed,
+                steps=self.steps,
+                batch_size=work.batch,
+                context=work.config.context,
+                length=len(self._corpus.train),
+            ).reshape(self.steps, -1, work.microbatch)
+        starts = self._starts[seed][step : step + self.steps_per_call]
+        return data.windows_at(self._corpus.train, starts, work.config.context)
+
+    def _value_and_gradient(self, params: Any, windows: jax.Array) -> tuple[jax.Array, Any]:
+        """Averages loss and gradients over microbatches."""
+
+        def loss(params: Any, windows: jax.Array) -> jax.Array:
+            return gpt.loss(nnx.merge(self._graph, params), windows)
+
+        if len(windows) == 1:
+            return jax.value_and_grad(loss)(params, windows[0])
+
+        def add(total: Any, one: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params, one)), None
+
+        zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+        total, _ = jax.lax.scan(add, zeros, windows)
+        value, grads = jax.tree.map(lambda x: x / len(windows), total)
+        return value, grads
+
+    def _updates(
+        self, state: dict[str, Any], windows: jax.Array, peak: jax.Array
+    ) -> tuple[dict[str, Any], jax.Array]:
+        schedule = self._schedule.learning_rate(peak)
+
+        def update(carry: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+            loss, grads = self._value_and_gradient(carry["params"], batch)
+            params, opt_state = self._optimizer.step(
+                schedule,
+                lambda params: self._value_and_gradient(params, batch)[1],
+                grads,
+                carry["opt_state"],
+                carry["params"],
+            )
+            return {"params": params, "opt_state": opt_state}, loss
+
+        return jax.lax.scan(update, state, windows)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate_all(graph: Any, params: Any, windows: jax.Array) -> jax.Array:
+    losses: jax.Array = jax.vmap(lambda p: training.evaluate(graph, p, windows))(params)
+    return losses
+
+
+def build(args: argparse.Namespace) -> study.Study:
+    """Reads the data and the flags.
+
+    Args:
+      args: the flags.
+
+    Returns:
+      The comparison.
+
+    Raises:
+      OSError: If a file is not there.
+      ValueError: If flags do not fit each other or the data.
+    """
+    chosen = study.parse_optimizers(args, DOMAIN)
+    protocol = study.protocol(args)
+    if args.data_file is None:
+        if args.validation_file is not None or args.vocabulary_size is not None:
+            raise ValueError(
+                "Expected --data_file beside --validation_file or --vocabulary_size, got none. "
+                "Give the training text too."
+            )
+        corpus = data.load_standard_library()
+    else:
+        corpus = data.load_files(
+            args.data_file.split(","), args.validation_file, args.vocabulary_size
+        )
+    warmup = args.steps // 10 if args.warmup_steps is None else args.warmup_steps
+    if not 0 <= warmup < args.steps:
+        raise ValueError(
+            f"Expected a warm-up from 0 to below the run's length, got {warmup} of {args.steps} "
+            "steps. Change --warmup_steps."
+        )
+    config = model_config(args, corpus.vocabulary_size, jax.default_backend())
+    work = train_step.Work(config, args.batch_size, args.microbatch or args.batch_size)
+    devices = jax.local_devices()[: args.devices]
+    if len(devices) < (args.devices or 1) or work.microbatch % len(devices):
+        raise ValueError(
+            f"Expected as many devices as --devices says, and a microbatch that is a multiple of "
+            f"them, got {len(devices)} and {work.microbatch}. Change --devices or --microbatch."
+        )
+    data.require_enough(corpus, context=config.context, batch_size=work.batch)
+    schedule = training.Schedule(args.steps, warmup, args.final_fraction, args.eval_every)
+    held_out = data.validation_windows(
+        corpus.validation, context=config.context, count=args.eval_windows
+    )
+    _, params = train_step.abstract_model(config)
+    parameters = gpt2_shapes.parameters(params)
+    return study.Study(
+        name="gpt2",
+        optimizers=chosen,
+        protocol=protocol,
+        task={
+            "model": dataclasses.asdict(config),
+            "parameters": parameters,
+            "schedule": dataclasses.asdict(schedule),
+            "batch_size": work.batch,
+            "microbatch": work.microbatch,
+            "devices": len(devices),
+            "tokens_per_step": work.tokens,
+            "model_flops_per_step": work.model_flops(parameters),
+            "eval_windows": len(held_out),
+            "sha256": corpus.description["sha256"],
+        },
+        data=corpus.description,
+        make=lambda optimizer: Language(corpus, held_out, work, schedule, optimizer, devices),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Reads the flags, makes the runs that are missing, writes and prints what there is."""
+    began = time.perf_counter()
+    args = parser().parse_args(argv)
+    try:
+        comparison = build(args)
+    except (OSError, ValueError) as error:
+        sys.exit(f"gpt2: {error}")
+    return study.run(comparison, args, began)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

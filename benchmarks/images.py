@@ -1,0 +1,243 @@
+"""Labelled images as arrays: CIFAR's own files, packs, or scikit-learn's digits."""
+
+import dataclasses
+import hashlib
+import lzma
+import pathlib
+import pickle
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Images = npt.NDArray[np.uint8]
+Labels = npt.NDArray[np.int32]
+Path = str | pathlib.Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """Images in three parts.
+
+    Attributes:
+      train: images (number, height, width, channels) and labels (number,) to train on.
+      validation: those that learning rates are chosen by.
+      test: those that are reported.
+      classes: every label is below this number.
+      description: what the images are, for the report.
+    """
+
+    train: tuple[Images, Labels]
+    validation: tuple[Images, Labels]
+    test: tuple[Images, Labels]
+    classes: int
+    description: dict[str, str | int]
+
+
+def _read_cifar(path: pathlib.Path) -> tuple[Images, Labels]:
+    """Reads one of CIFAR's files for Python: planes of red, green and blue, row by row."""
+    # These are pickles, as their authors publish them: read only files whose source is known.
+    with path.open("rb") as file:
+        content = pickle.load(file, encoding="bytes")
+    labels = content.get(b"fine_labels", content.get(b"labels"))
+    planes = np.asarray(content[b"data"], np.uint8).reshape(-1, 3, 32, 32)
+    return planes.transpose(0, 2, 3, 1), np.asarray(labels, np.int32)
+
+
+def _read_folder(folder: pathlib.Path) -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
+    """Reads the folder of CIFAR-10 or CIFAR-100 for Python: training and test images."""
+    train = sorted(folder.glob("data_batch_*")) or [folder / "train"]
+    test = next(
+        (folder / name for name in ("test_batch", "test") if (folder / name).is_file()), None
+    )
+    if test is None or not train[0].is_file():
+        raise FileNotFoundError(
+            f"Expected CIFAR's files for Python in {str(folder)!r}: data_batch_1 and more, and "
+            "test_batch; or train and test. Unpack the archive and name the folder in it."
+        )
+    parts = [_read_cifar(path) for path in train]
+    images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return (images, labels), _read_cifar(test)
+
+
+def _median_edge(
+    left: npt.NDArray[np.int16], up: npt.NDArray[np.int16], corner: npt.NDArray[np.int16]
+) -> npt.NDArray[np.int16]:
+    """Predicts a pixel from its neighbours as LOCO-I does (Weinberger et al., 2000)."""
+    low, high = np.minimum(left, up), np.maximum(left, up)
+    plane: npt.NDArray[np.int16] = np.clip(left + up - corner, low, high)
+    return plane
+
+
+def _read_residuals(raw: bytes, path: pathlib.Path) -> tuple[Images, Labels]:
+    """Decodes a pack of predicted 32 x 32 images.
+
+    It is the 4 bytes `CFR1`, the number of images (unsigned, 32 bits, little endian), the tolerance
+    t (a byte; 0 is lossless), 3 bytes of zero, a byte for each label, and three planes for each
+    pixel of each image: green, red minus green, blue minus green. What is stored of a plane is
+    what `_median_edge` misses, in units of 2 t + 1, modulo 256; at the left and upper edge the
+    neighbour that there is predicts, and at the corner 128 for green and 0 for the others.
+    """
+    if raw[:4] != b"CFR1" or len(raw) < 12:
+        raise ValueError(
+            f"Expected an image pack that begins with 'CFR1', got {str(path)!r}, which begins with "
+            f"{raw[:4]!r}. Give an .npz file with `images` and `labels` instead."
+        )
+    count, tolerance = int.from_bytes(raw[4:8], "little"), raw[8]
+    if len(raw) != 12 + count + 3 * 1024 * count:
+        raise ValueError(
+            f"Expected {12 + 3073 * count} bytes for {count} images, got {len(raw)} in "
+            f"{str(path)!r}. Make the pack again."
+        )
+    labels = np.frombuffer(raw, np.uint8, count, 12).astype(np.int32)
+    stored = np.frombuffer(raw, np.int8, 3 * 1024 * count, 12 + count)
+    # Neighbours are looked at for all images at once: the images go last.
+    missed = np.ascontiguousarray(stored.reshape(3, count, 32, 32).transpose(0, 2, 3, 1))
+    pixels = np.empty((32, 32, 3, count), np.uint8)
+    planes = np.zeros((3, 32, 32, count), np.int16)
+    for row in range(32):
+        for column in range(32):
+            for plane, channel in enumerate((1, 0, 2)):
+                seen = planes[plane]
+                if row and column:
+                    guess = _median_edge(
+                        seen[row, column - 1], seen[row - 1, column], seen[row - 1, column - 1]
+                    )
+                elif row or column:
+                    guess = seen[row, column - 1] if column else seen[row - 1, column]
+                else:
+                    guess = np.full(count, 0 if plane else 128, np.int16)
+                green = planes[0, row, column] if plane else np.zeros(count, np.int16)
+                value = np.clip(guess + green, 0, 255)
+                value = value + missed[plane, row, column] * np.int16(2 * tolerance + 1)
+                value = np.clip(value, 0, 255) if tolerance else value & 255
+                pixels[row, column, channel] = value
+                seen[row, column] = value - green
+    return np.ascontiguousarray(pixels.transpose(3, 0, 1, 2)), labels
+
+
+def read(path: Path) -> tuple[Images, Labels]:
+    """Reads one file of images and labels.
+
+    Args:
+      path: an `.npz` file with `images`, unsigned bytes (number, height, width, channels), and
+        `labels` (number,); an `.xz` file, a pack of predicted images as `_read_residuals`
+        describes it, compressed; or one of CIFAR's own files for Python.
+
+    Returns:
+      Images and labels.
+
+    Raises:
+      FileNotFoundError: If there is no such file.
+      ValueError: If it is no such file.
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"Expected a file of images, got {str(path)!r}, which is not one.")
+    if path.suffix == ".xz":
+        with lzma.open(path) as file:
+            return _read_residuals(file.read(), path)
+    if path.suffix != ".npz":
+        return _read_cifar(path)
+    with np.load(path) as arrays:
+        if not {"images", "labels"} <= set(arrays.files):
+            raise ValueError(
+                f"Expected `images` and `labels` in {str(path)!r}, got {arrays.files}. Save them "
+                "with np.savez(path, images=..., labels=...)."
+            )
+        images, labels = arrays["images"], arrays["labels"].astype(np.int32)
+    if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(labels):
+        raise ValueError(
+            "Expected images of dtype uint8 and shape (number, height, width, channels) and a "
+            f"label for each, got {images.dtype}, {images.shape} and {len(labels)} labels."
+        )
+    return images, labels
+
+
+def _digits() -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
+    """Reads scikit-learn's digits; every fifth is for testing."""
+    from sklearn import datasets  # type: ignore[import-untyped, unused-ignore]
+
+    digits = datasets.load_digits()
+    images = np.round(digits.images * (255 / 16)).astype(np.uint8)[..., None]
+    labels = digits.target.astype(np.int32)
+    tested = np.arange(len(labels)) % 5 == 0
+    return (images[~tested], labels[~tested]), (images[tested], labels[tested])
+
+
+def load(
+    train: Sequence[Path] = (), test: Sequence[Path] = (), *, held_out: float = 0.1
+) -> Dataset:
+    """Reads images and sets a part of those for training aside.
+
+    Args:
+      train: files as `read` takes them, or one folder of CIFAR's with the test images in it, too.
+        None at all means scikit-learn's digits: 1,797 grey images of 8 x 8, in 10 classes.
+      test: files, unless `train` is a folder or empty.
+      held_out: share of the training images for validation, in [0, 1), the last ones. With 0
+        the test images are used, and choose the learning rate.
+
+    Returns:
+      The three parts.
+
+    Raises:
+      FileNotFoundError: If something is not there.
+      ValueError: If files are malformed or do not fit each other, or a part is empty.
+    """
+    if not 0 <= held_out < 1:
+        raise ValueError(f"Expected a share in [0, 1) as --held_out, got {held_out}.")
+    if not train:
+        source = "scikit-learn digits"
+        training, testing = _digits()
+    elif len(train) == 1 and pathlib.Path(train[0]).is_dir():
+        source = pathlib.Path(train[0]).name
+        training, testing = _read_folder(pathlib.Path(train[0]))
+    elif not test:
+        raise ValueError(
+            "Expected test images beside those for training, got none. Give --test_file, or a "
+            "folder of CIFAR's as --train_file."
+        )
+    else:
+        source = ", ".join(pathlib.Path(path).name for path in (*train, *test))
+        training, testing = (_joined([read(path) for path in paths]) for paths in (train, test))
+    if training[0].shape[1:] != testing[0].shape[1:]:
+        raise ValueError(
+            f"Expected training and test images of one shape, got {training[0].shape[1:]} and "
+            f"{testing[0].shape[1:]}."
+        )
+    aside = round(len(training[1]) * held_out)
+    split = len(training[1]) - aside
+    validation = (training[0][split:], training[1][split:]) if aside else testing
+    if not split or not len(testing[1]):
+        raise ValueError(
+            f"Expected images in every part, got {split} for training and {len(testing[1])} for "
+            "testing."
+        )
+    digest = hashlib.sha256()
+    for images, labels in (training, testing):
+        digest.update(np.ascontiguousarray(images).tobytes())
+        digest.update(labels.astype("<i4").tobytes())
+    classes = 1 + max(int(labels.max()) for _, labels in (training, testing))
+    return Dataset(
+        train=(training[0][:split], training[1][:split]),
+        validation=validation,
+        test=testing,
+        classes=classes,
+        description={
+            "source": source,
+            "training_images": split,
+            "validation_images": aside,
+            "test_images": len(testing[1]),
+            "shape": "x".join(map(str, training[0].shape[1:])),
+            "classes": classes,
+            "sha256": digest.hexdigest(),
+        },
+    )
+
+
+def _joined(parts: Sequence[tuple[Images, Labels]]) -> tuple[Images, Labels]:
+    shapes = {images.shape[1:] for images, _ in parts}
+    if len(shapes) > 1:
+        raise ValueError(f"Expected images of one shape in all files, got {sorted(shapes)}.")
+    images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return images, labels

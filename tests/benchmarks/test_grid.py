@@ -1,0 +1,265 @@
+"""Cells, records, learning rates beyond an edge, runs in pieces, and tables of the results."""
+
+import json
+import math
+import pathlib
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from benchmarks import evidence, gpt2, grid, optimizers, resumable, study, vision
+
+_TASK = {"model": "none"}
+
+
+def optimizer(name: str = "adamw") -> optimizers.Optimizer:
+    return optimizers.parse_optimizer(name, gpt2.DOMAIN)
+
+
+def figures(loss: float | None) -> grid.Record:
+    return {
+        "steps": [0, 10, 20],
+        "curves": {"validation_loss": [5.0, 4.0, loss]},
+        "train_loss": [4.0, 3.0],
+        "seconds_per_step": 0.5,
+        "state_bytes": 1000,
+        "together": 1,
+        "environment": {"device": "none"},
+    }
+
+
+def valley(rate: float) -> float:
+    """A loss whose minimum over learning rates is at 1e-3."""
+    return abs(math.log(rate / 1e-3))
+
+
+class FolderTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.records = grid.Records(self.folder / "records.jsonl", _TASK)
+
+
+class RecordsTest(FolderTest):
+    def test_a_finished_run_is_found_again_by_its_settings(self):
+        self.records.add([(grid.Cell(optimizer("mars"), 1e-3, 0), figures(1.0))])
+        again = grid.Records(self.folder / "records.jsonl", _TASK)
+        found = again.find(grid.Cell(optimizer("mars:gamma=0.025"), 1e-3, 0))
+        self.assertEqual(found["curves"]["validation_loss"], [5.0, 4.0, 1.0])
+        for other in (
+            grid.Cell(optimizer("mars:gamma=0.05"), 1e-3, 0),
+            grid.Cell(optimizer("mars"), 2e-3, 0),
+            grid.Cell(optimizer("mars"), 1e-3, 1),
+        ):
+            self.assertIsNone(again.find(other))
+        elsewhere = grid.Records(self.folder / "records.jsonl", {"model": "another"})
+        self.assertIsNone(elsewhere.find(grid.Cell(optimizer("mars"), 1e-3, 0)))
+        self.assertEmpty(elsewhere.of_task())
+
+    def test_a_line_that_was_not_finished_is_left_out_and_harms_no_other(self):
+        path = self.folder / "records.jsonl"
+        self.records.add([(grid.Cell(optimizer(), 1e-3, 0), figures(1.0))])
+        with path.open("a") as file:
+            file.write('{"key": "ab')
+        again = grid.Records(path, _TASK)
+        again.add([(grid.Cell(optimizer(), 1e-3, 1), figures(2.0))])
+        seeds = [record["seed"] for record in grid.Records(path, _TASK).of_task()]
+        self.assertEqual(seeds, [0, 1])
+
+
+class RatesTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({1e-3: 1.0, 2e-3: 2.0}, 5e-4),
+        ({1e-3: 2.0, 2e-3: 1.0}, 4e-3),
+        ({1e-3: 2.0, 2e-3: 1.0, 4e-3: 3.0}, None),
+        ({1e-3: math.inf, 2e-3: math.inf}, 5e-4),
+        ({1e-3: 1.0}, None),
+        ({3e-3: 1.0, 3e-2: 2.0}, 3e-4),
+    )
+    def test_the_grid_is_continued_where_its_best_is_at_an_edge(
+        self, losses: dict[float, float], expected: float | None
+    ):
+        self.assertEqual(grid.beyond_edge(losses), expected)
+
+    @parameterized.parameters((1, [4e-3]), (2, [2e-3, 4e-3]), (3, [2e-3, 4e-3, 8e-3]))
+    def test_a_grid_lies_around_the_optimizers_own_rate(self, count: int, expected: list[float]):
+        self.assertEqual(grid.around(4e-3, count), expected)
+
+
+class RoundsTest(FolderTest):
+    def make(self, rates: list[float], protocol: grid.Protocol) -> list[list[tuple[float, int]]]:
+        seen = []
+        for cells in grid.rounds(optimizer(), rates, protocol, self.records.find):
+            seen.append([(cell.learning_rate, cell.seed) for cell in cells])
+            self.records.add([(cell, figures(valley(cell.learning_rate))) for cell in cells])
+        return seen
+
+    def test_first_the_grid_then_beyond_its_edge_then_the_final_seeds_at_the_best(self):
+        seen = self.make([4e-3, 8e-3], grid.Protocol([0], [1, 2], extend=4))
+        grids = [[(4e-3, 0), (8e-3, 0)], [(2e-3, 0)], [(1e-3, 0)], [(5e-4, 0)]]
+        self.assertEqual(seen, [*grids, [(1e-3, 1), (1e-3, 2)]])
+        (chosen,) = grid.summarize(self.records.of_task(), grid.Protocol([0], [1, 2]))
+        self.assertEqual(chosen.learning_rate, 1e-3)
+        self.assertFalse(chosen.at_edge)
+        self.assertLen(chosen.grid, 5)
+        self.assertEqual([run.seed for run in chosen.runs], [1, 2])
+
+    def test_it_goes_no_further_than_allowed_and_the_edge_is_marked(self):
+        seen = self.make([4e-3, 8e-3], grid.Protocol([0], [0], extend=1))
+        self.assertEqual(seen, [[(4e-3, 0), (8e-3, 0)], [(2e-3, 0)], [(2e-3, 0)]])
+        (chosen,) = grid.summarize(self.records.of_task(), grid.Protocol([0], [0]))
+        self.assertTrue(chosen.at_edge)
+
+    def test_an_optimizer_without_its_final_seeds_has_no_summary(self):
+        self.records.add([(grid.Cell(optimizer(), 1e-3, 0), figures(1.0))])
+        self.assertEmpty(grid.summarize(self.records.of_task(), grid.Protocol([0], [0, 1])))
+
+
+class Decay:
+    """A task of two numbers that shrink, or diverge at a learning rate of 2; without a compiler."""
+
+    steps = 40
+    steps_per_call = 5
+    evaluated_steps = (0, 20, 40)
+    calls = 0
+
+    def init(self, cells: Sequence[grid.Cell]) -> dict[str, Any]:
+        seeds = jnp.asarray([float(1 + cell.seed) for cell in cells])
+        return {"x": seeds[0] if len(cells) == 1 else seeds, "opt_state": (jnp.int32(0),)}
+
+    def advance(self, state: dict[str, Any], step: int, cells: Sequence[grid.Cell]) -> Any:
+        self.calls += 1
+        rates = np.float32([cell.learning_rate for cell in cells])
+        x, losses = np.atleast_1d(np.asarray(state["x"])), []
+        for _ in range(self.steps_per_call):
+            x = np.where(rates >= 2, np.float32(np.nan), x * (1 - rates))
+            losses.append(x)
+        count = state["opt_state"][0] + self.steps_per_call
+        assert int(count) == step + self.steps_per_call
+        one = len(cells) == 1
+        losses = np.stack(losses, axis=-1)
+        return (
+            {"x": jnp.asarray(x[0] if one else x), "opt_state": (count,)},
+            jnp.asarray(losses[0] if one else losses),
+        )
+
+    def evaluate(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {"validation_loss": state["x"]}
+
+
+class After:
+    """A deadline that passes when it has been asked a number of times."""
+
+    def __init__(self, questions: int) -> None:
+        self.questions = questions
+
+    def passed(self, seconds: float = 0.0) -> bool:
+        self.questions -= 1
+        return self.questions < 0
+
+
+_NEVER = resumable.Deadline(None, 0.0)
+
+
+class PiecesTest(FolderTest):
+    @parameterized.parameters(1, 2)
+    def test_a_run_in_pieces_is_the_run_at_once(self, together: int):
+        cells = [grid.Cell(optimizer(), 0.1, seed) for seed in range(together)]
+        whole = resumable.train(Decay(), cells, self.folder / "a", deadline=_NEVER)
+        for expected_calls in (3, 2):
+            task = Decay()
+            stopped = resumable.train(
+                task, cells, self.folder / "b", deadline=After(expected_calls)
+            )
+            self.assertIsNone(stopped)
+            self.assertEqual(task.calls, expected_calls)
+        pieces = resumable.train(Decay(), cells, self.folder / "b", deadline=_NEVER)
+        self.assertLen(whole, together)
+        for one, other in zip(whole, pieces, strict=True):
+            self.assertEqual(one["curves"], other["curves"])
+            self.assertEqual(one["train_loss"], other["train_loss"])
+            self.assertLess(one["train_loss"][1], one["train_loss"][0])
+        self.assertEqual((whole[0]["pieces"], pieces[0]["pieces"]), (1, 3))
+        self.assertFalse((self.folder / "b").exists())
+
+    def test_a_checkpoint_is_saved_on_the_way(self):
+        cells = [grid.Cell(optimizer(), 0.1, 0)]
+        seen = []
+
+        def report(steps: int, progress: resumable.Progress) -> None:
+            seen.append((self.folder / "a").is_dir())
+
+        resumable.train(
+            Decay(), cells, self.folder / "a", deadline=_NEVER, save_every=0.0, report=report
+        )
+        self.assertEqual(seen, [False, False, *[True] * 7])
+        self.assertFalse((self.folder / "a").exists())
+
+    def test_a_group_that_diverged_ends_early_and_one_that_did_not_goes_on(self):
+        task = Decay()
+        (record,) = resumable.train(
+            task, [grid.Cell(optimizer(), 2.0, 0)], self.folder / "a", deadline=_NEVER
+        )
+        self.assertEqual(task.calls, 4)
+        self.assertEqual(record["curves"]["validation_loss"], [1.0, None, None])
+        self.assertEqual(grid.last(record, "validation_loss"), math.inf)
+        cells = [grid.Cell(optimizer(), rate, 0) for rate in (2.0, 0.1)]
+        both = resumable.train(Decay(), cells, self.folder / "a", deadline=_NEVER)
+        self.assertIsNone(both[0]["train_loss"][-1])
+        self.assertLess(both[1]["train_loss"][-1], 0.1)
+
+    def test_a_deadline_counts_what_is_to_come(self):
+        deadline = resumable.Deadline(100.0, time.perf_counter())
+        self.assertFalse(deadline.passed())
+        self.assertTrue(deadline.passed(101.0))
+
+
+class TablesTest(FolderTest):
+    @parameterized.parameters(
+        *[f"mars/{name}" for name in optimizers.ABLATIONS],
+        *[f"mars_m/{name}" for name in ("gamma", "clip", "previous_gradient", "correction")],
+        "main",
+    )
+    def test_every_row_of_a_table_is_an_optimizer(self, name: str):
+        domain = vision.DOMAIN if "convolutions" in name else gpt2.DOMAIN
+        rows = optimizers.parse_optimizers(optimizers.table(name), domain)
+        self.assertGreater(len(rows), 1)
+        for row in rows:
+            params = {"blocks": {"0": {"kernel": jnp.zeros((2, 2))}}}
+            row.transformation(lambda count: 0.1).init(params)
+
+    @parameterized.parameters("mars", "mars/", "sgd/gamma", "mars/other")
+    def test_an_unknown_table_is_an_error(self, name: str):
+        with self.assertRaisesRegex(ValueError, f"--table, got '{name}'"):
+            optimizers.table(name)
+
+    def test_results_become_a_table_and_a_plot(self):
+        protocol = grid.Protocol([0], [1, 2])
+        losses = {"adamw": 3.0, "mars:gamma=0": 2.5, "mars": 2.0}
+        for name, loss in losses.items():
+            cells = [grid.Cell(optimizer(name), 1e-3, seed) for seed in range(3)]
+            self.records.add([(cell, figures(loss + 0.01 * cell.seed)) for cell in cells])
+        comparison = study.Study("gpt2", [], protocol, _TASK, {"source": "none"}, None)
+        path = self.folder / "some.json"
+        tree = study.results(comparison, self.records.of_task())
+        path.write_text(json.dumps(tree))
+        evidence.main([str(path), "--tables=main,mars/gamma"])
+        text = (self.folder / "some.md").read_text()
+        main, ablation = text.split("### gpt2: mars/gamma")
+        self.assertIn("| `mars` | 0.001 (1) | 2.0150 | 2.0100 to 2.0200 | -1.0000 to", main)
+        self.assertIn("Not complete: `lion`, `muon`", main)
+        self.assertIn(
+            "| `mars:gamma=0.025` | 0.001 (1) | 2.0150 | 2.0100 to 2.0200 | -0.5", ablation
+        )
+        self.assertIn("device none", text)
+        for name in ("some_main.png", "some_mars_gamma.png"):
+            self.assertStartsWith((self.folder / name).read_bytes(), b"\x89PNG")
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,297 @@
+"""Images: reading and changing them, models that learn digits, runs in pieces."""
+
+import functools
+import lzma
+import pathlib
+import pickle
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+from flax import nnx
+
+from benchmarks import grid, image_models, images, optimizers, resumable, study, vision
+from tests.benchmarks import test_grid
+
+# As many images are set aside as there are for testing: one shape, one program.
+_VIT = (
+    "--model=vit",
+    "--width=16",
+    "--depth=1",
+    "--epochs=24",
+    "--eval_every=12",
+    "--held_out=0.2505",
+)
+_RESNET = ("--model=resnet", "--width=4", "--depth=1", "--epochs=4", "--eval_every=2")
+_NEVER = resumable.Deadline(None, 0.0)
+
+
+@functools.cache
+def task(name: str, flags: tuple[str, ...]) -> tuple[resumable.Task, grid.Cell]:
+    given = ["--dtype=float32", f"--optimizers={name}", *flags]
+    comparison = vision.build(vision.parser().parse_args(given))
+    ((optimizer, _),) = comparison.optimizers
+    return comparison.make(optimizer), grid.Cell(optimizer, 3e-2, 0)
+
+
+class FolderTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    def train(self, name: str, flags: tuple[str, ...], *, rate: float = 3e-2, seeds=(0,)):
+        work, cell = task(name, flags)
+        cells = [grid.Cell(cell.optimizer, rate, seed) for seed in seeds]
+        return resumable.train(work, cells, self.folder / "run", deadline=_NEVER)
+
+    def check_pieces(self, name: str, flags: tuple[str, ...]) -> grid.Record:
+        """Runs at once and in two pieces, and compares bit for bit."""
+        (whole,) = self.train(name, flags)
+        work, cell = task(name, flags)
+        stopped = resumable.train(work, [cell], self.folder / "pieces", deadline=test_grid.After(3))
+        self.assertIsNone(stopped)
+        (pieces,) = resumable.train(work, [cell], self.folder / "pieces", deadline=_NEVER)
+        self.assertEqual(pieces["curves"], whole["curves"])
+        self.assertEqual(pieces["train_loss"], whole["train_loss"])
+        return whole
+
+
+class TrainingTest(FolderTest):
+    def test_a_transformer_learns_digits_in_pieces_as_at_once(self):
+        run = self.check_pieces("mars", _VIT)
+        self.assertLess(run["train_loss"][-1], 0.8 * run["train_loss"][0])
+        self.assertLess(run["curves"]["test_error"][-1], 50)
+        self.assertEqual(run["steps"], [0, 96, 192])
+
+    @pytest.mark.slow
+    def test_a_residual_network_learns_digits_in_pieces_as_at_once(self):
+        run = self.check_pieces("mars_m", _RESNET)
+        # Four epochs, compared by halves: about 1.06 after 1.73.
+        self.assertLess(run["train_loss"][-1], 0.8 * run["train_loss"][0])
+        # Averages that batch norm keeps are in the checkpoint, too: inference is with them.
+        self.assertLess(run["curves"]["test_error"][-1], 50)
+
+    @pytest.mark.slow
+    def test_optimizers_see_the_same_batches_and_seeds_go_together(self):
+        adamw, mars = (self.train(name, _VIT, rate=1e-30)[0] for name in ("adamw", "mars"))
+        self.assertEqual(
+            adamw["curves"]["validation_loss"][0], mars["curves"]["validation_loss"][0]
+        )
+        np.testing.assert_allclose(adamw["train_loss"], mars["train_loss"], rtol=1e-6)
+        together = self.train("mars", _VIT, seeds=(0, 1))
+        for seed, run in enumerate(together):
+            (alone,) = self.train("mars", _VIT, seeds=(seed,))
+            np.testing.assert_allclose(run["train_loss"], alone["train_loss"], rtol=1e-3)
+
+
+class ModelTest(parameterized.TestCase):
+    def test_resnet_18_has_as_many_parameters_as_usual_for_cifar(self):
+        config = image_models.ImageModelConfig("resnet", 64, 2, 10, (32, 32, 3))
+        model = nnx.eval_shape(lambda: image_models.build(config, nnx.Rngs(0)))
+        leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+        # 11,173,962 with PyTorch, too, for this stem: 20 convolutions, their norms, the head.
+        self.assertEqual(sum(leaf.size for leaf in leaves), 11_173_962)
+
+    @parameterized.parameters(
+        ("resnet", "all", {2: 1, 4: 12}),
+        ("resnet", "hidden", {2: 0, 4: 11}),
+        ("resnet", "dense", {2: 1, 4: 0}),
+        ("vit", "all", {2: 9, 4: 0}),
+        ("vit", "hidden", {2: 6, 4: 0}),
+    )
+    def test_the_matrices_of_a_rule(self, kind: str, rule: str, expected: dict[int, int]):
+        config = image_models.ImageModelConfig(kind, 8, 1, 10, (8, 8, 1))
+        model = nnx.eval_shape(lambda: image_models.build(config, nnx.Rngs(0)))
+        params = nnx.state(model, nnx.Param)
+        specs = vision.DOMAIN.matrices[rule](params)
+        ranks = [
+            leaf.ndim
+            for leaf, spec in zip(
+                jax.tree.leaves(params),
+                jax.tree.leaves(specs, is_leaf=lambda x: x is None or isinstance(x, tuple)),
+                strict=True,
+            )
+            if spec is not None
+        ]
+        self.assertEqual({rank: ranks.count(rank) for rank in (2, 4)}, expected)
+
+    @parameterized.parameters("mars_m", "muon")
+    def test_optimizers_update_convolutions(self, name: str):
+        self.check_update(name)
+
+    @parameterized.parameters(*sorted(set(optimizers.OPTIMIZERS) - {"mars_m", "muon"}))
+    @pytest.mark.slow
+    def test_all_others_update_convolutions(self, name: str):
+        self.check_update(name)
+
+    def check_update(self, name: str) -> None:
+        config = image_models.ImageModelConfig("resnet", 4, 1, 10, (8, 8, 1))
+        model = nnx.eval_shape(lambda: image_models.build(config, nnx.Rngs(0)))
+        params = nnx.state(model, nnx.Param)
+        optimizer = optimizers.parse_optimizer(name, vision.DOMAIN)
+        schedule = vision.Recipe(4, 8, "multistep", 0, False, 1).learning_rate(jnp.float32(1), 3)
+
+        def updated(params):
+            state = optimizer.transformation(schedule).init(params)
+            return optimizer.step(schedule, lambda params: params, params, state, params)[0]
+
+        after = jax.eval_shape(updated, params)
+        self.assertEqual(
+            jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), nnx.to_pure_dict(after)),
+            jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), nnx.to_pure_dict(params)),
+        )
+
+    @parameterized.parameters((0, 1.0), (50, 0.1), (75, 0.01), (99, 0.01), (49, 1.0))
+    def test_the_learning_rate_falls_after_a_half_and_three_quarters(
+        self, epoch: int, share: float
+    ):
+        recipe = vision.Recipe(100, 8, "multistep", 0, False, 1)
+        rate = recipe.learning_rate(jnp.float32(2.0), 3)(jnp.int32(3 * epoch))
+        self.assertAlmostEqual(float(rate), 2.0 * share, places=6)
+
+    def test_the_defaults_are_those_of_the_domain(self):
+        mars = optimizers.parse_optimizer("mars:gamma=0.05", vision.DOMAIN)
+        self.assertEqual((mars.settings["b1"], mars.settings["gamma"]), (0.95, 0.05))
+        self.assertIsNone(mars.settings["global_clip"])
+        self.assertEqual(mars.learning_rate, 3e-3)
+
+
+class AugmentTest(absltest.TestCase):
+    def test_images_are_parts_of_themselves_with_a_black_border_some_mirrored(self):
+        batch = jnp.asarray(np.arange(1, 65 * 9 + 1).reshape(65, 3, 3, 1), jnp.int32)
+        changed = np.asarray(vision.augment(jax.random.key(0), batch, padding=1, flip=True))
+        seen = set()
+        for image, new in zip(np.asarray(batch), changed, strict=True):
+            padded = np.pad(image, ((1, 1), (1, 1), (0, 0)))
+            cuts = {
+                (row, column, mirrored): padded[row : row + 3, column : column + 3][
+                    :, :: -1 if mirrored else 1
+                ]
+                for row in range(3)
+                for column in range(3)
+                for mirrored in (False, True)
+            }
+            found = [which for which, cut in cuts.items() if np.array_equal(cut, new)]
+            self.assertLen(found, 1)
+            seen |= set(found)
+        self.assertGreater(len(seen), 14)
+        same = vision.augment(jax.random.key(0), batch, padding=0, flip=False)
+        np.testing.assert_array_equal(same, batch)
+
+
+def pack(pixels: np.ndarray, labels: np.ndarray, tolerance: int) -> bytes:
+    """Writes a pack of predicted images, pixel by pixel."""
+    step = 2 * tolerance + 1
+    stored = np.zeros((3, len(pixels), 32, 32), np.uint8)
+    for index, image in enumerate(pixels.astype(int)):
+        seen = np.zeros((3, 32, 32), int)
+        for row, column in np.ndindex(32, 32):
+            for plane, channel in enumerate((1, 0, 2)):
+                x, past = image[row, column, channel], seen[plane]
+                if row and column:
+                    a, b, c = (
+                        past[row, column - 1],
+                        past[row - 1, column],
+                        past[row - 1, column - 1],
+                    )
+                    guess = (
+                        min(a, b) if c >= max(a, b) else max(a, b) if c <= min(a, b) else a + b - c
+                    )
+                elif row or column:
+                    guess = past[row, column - 1] if column else past[row - 1, column]
+                else:
+                    guess = 0 if plane else 128
+                green = seen[0, row, column] if plane else 0
+                guess = np.clip(guess + green, 0, 255)
+                missed = int(np.sign(x - guess)) * ((abs(x - guess) + tolerance) // step)
+                stored[plane, index, row, column] = missed % 256
+                seen[plane, row, column] = np.clip(guess + missed * step, 0, 255) - green
+    header = b"CFR1" + len(pixels).to_bytes(4, "little") + bytes([tolerance, 0, 0, 0])
+    return lzma.compress(header + labels.astype(np.uint8).tobytes() + stored.tobytes())
+
+
+class ImagesTest(FolderTest):
+    def setUp(self):
+        super().setUp()
+        rng = np.random.default_rng(0)
+        self.pixels = rng.integers(0, 256, size=(3, 32, 32, 3)).astype(np.uint8)
+        self.labels = np.asarray([1, 0, 2], np.int32)
+
+    @parameterized.parameters(0, 3)
+    def test_a_pack_of_predicted_images_is_read(self, tolerance: int):
+        path = self.folder / "images.xz"
+        path.write_bytes(pack(self.pixels, self.labels, tolerance))
+        pixels, labels = images.read(path)
+        np.testing.assert_array_equal(labels, self.labels)
+        # Whole numbers below 256: their differences fit into 16 bits.
+        errors = np.abs(pixels.astype(np.int16) - self.pixels)
+        self.assertLessEqual(errors.max(), tolerance)
+        self.assertEqual(errors.max() > 0, tolerance > 0)
+
+    def test_npz_files_are_joined_and_the_last_images_are_set_aside(self):
+        path = self.folder / "images.npz"
+        np.savez(path, images=self.pixels, labels=self.labels)
+        dataset = images.load([path, path], [path], held_out=0.5)
+        np.testing.assert_array_equal(dataset.train[0], self.pixels)
+        np.testing.assert_array_equal(dataset.validation[1], self.labels)
+        self.assertEqual(dataset.classes, 3)
+        same = images.load([path, path], [path], held_out=0.0)
+        self.assertLen(same.train[1], 6)
+        np.testing.assert_array_equal(same.validation[0], same.test[0])
+
+    @parameterized.parameters(
+        ((("data_batch_1", b"labels"), ("data_batch_2", b"labels"), ("test_batch", b"labels")),),
+        ((("train", b"fine_labels"), ("test", b"fine_labels")),),
+    )
+    def test_cifars_folders_are_read(self, files: tuple[tuple[str, bytes], ...]):
+        planes = self.pixels.transpose(0, 3, 1, 2).reshape(3, -1)
+        for name, key in files:
+            content = {b"data": planes, key: self.labels.tolist(), b"coarse_labels": [9] * 3}
+            (self.folder / name).write_bytes(pickle.dumps(content))
+        dataset = images.load([self.folder], held_out=0.0)
+        self.assertLen(dataset.train[1], 3 * (len(files) - 1))
+        np.testing.assert_array_equal(dataset.train[0][-3:], self.pixels)
+        np.testing.assert_array_equal(dataset.test[1], self.labels)
+
+    def test_digits_are_grey_and_in_three_parts(self):
+        dataset = images.load()
+        counts = [len(part[1]) for part in (dataset.train, dataset.validation, dataset.test)]
+        self.assertEqual((sum(counts), counts[2]), (1797, 360))
+        self.assertEqual(dataset.train[0].shape[1:], (8, 8, 1))
+        self.assertEqual(dataset.train[0].max(), 255)
+
+    @parameterized.named_parameters(
+        ("missing", ["--train_file=nowhere.npz", "--test_file=a.npz"], "'nowhere.npz'"),
+        ("no_test", ["--train_file=nowhere.npz"], "Expected test images"),
+        ("batch", ["--batch_size=5000"], "5000 of 1293"),
+        ("padding", ["--padding=-1"], "padding from 0"),
+        ("held_out", ["--held_out=1"], "a share in [0, 1) as --held_out"),
+        ("matrices", ["--optimizers=mars:matrices=none"], "out of all, hidden, dense"),
+    )
+    def test_a_wrong_flag_ends_with_its_reason(self, flags: list[str], message: str):
+        with self.assertRaises(SystemExit) as context:
+            vision.main([f"--out={self.folder / 'out'}", *flags])
+        self.assertStartsWith(str(context.exception.code), "vision: Expected")
+        self.assertIn(message, str(context.exception.code))
+        self.assertFalse((self.folder / "out").exists())
+
+    @parameterized.parameters(b"", b"CFR2" + bytes(20), b"CFR1" + bytes(20))
+    def test_what_is_no_pack_is_an_error(self, raw: bytes):
+        path = self.folder / "images.xz"
+        path.write_bytes(lzma.compress(raw))
+        with self.assertRaisesRegex(ValueError, "Expected"):
+            images.read(path)
+
+
+class SharedTest(absltest.TestCase):
+    def test_trees_of_several_runs_are_stacked_and_one_is_left_as_it_is(self):
+        one = {"a": jnp.ones(2)}
+        self.assertIs(study.stacked([one]), one)
+        self.assertEqual(study.stacked([one, one])["a"].shape, (2, 2))
+
+
+if __name__ == "__main__":
+    absltest.main()
