@@ -126,7 +126,7 @@ class StoredTest(_NotebookTest):
 class ExecutedTest(_NotebookTest):
     def _check_runs(self, name: str):
         ran, stored = execute.execute(execute.FOLDER / f"{name}.ipynb", toy=True), _read(name)
-        self.assertLen(_images(ran), len(_images(stored)))
+        self.assertEqual(len(_images(ran)), len(_images(stored)))
         self.assertEqual([c.source for c in ran.cells], [c.source for c in stored.cells])
 
     def test_the_quickest_notebook_runs(self):
