@@ -1,6 +1,7 @@
 """Executes the notebooks of this folder and stores their outputs."""
 
 import argparse
+import hashlib
 import os
 import pathlib
 import sys
@@ -14,6 +15,7 @@ from nbformat import NotebookNode
 
 FOLDER = pathlib.Path(__file__).parent
 TOY = "MARS_OPTAX_TOY"
+EXECUTED = "executed_code_sha256"
 
 # What differs between two machines or two runs of the same notebook is not stored.
 _METADATA = {
@@ -36,7 +38,7 @@ def execute(path: pathlib.Path, *, toy: bool, timeout: float = 1200) -> Notebook
       timeout: seconds that one cell may take.
 
     Returns:
-      The notebook with the outputs of this run, cleaned.
+      The notebook with the outputs of this run, cleaned, and a mark of the code that made them.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell raised.
@@ -66,7 +68,15 @@ def execute(path: pathlib.Path, *, toy: bool, timeout: float = 1200) -> Notebook
                 f"{path.name}: expected nothing on stderr, got {output['text']!r}. Correct what "
                 "the cell does, or silence what is harmless."
             )
-    return clean(notebook)
+    notebook = clean(notebook)
+    notebook.metadata[EXECUTED] = code_hash(notebook)
+    return notebook
+
+
+def code_hash(notebook: NotebookNode) -> str:
+    """Returns a hash of all code: it tells whether outputs are older than the code."""
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return hashlib.sha256("\0".join(code).encode()).hexdigest()
 
 
 def _with_root(path: str | None) -> str:
@@ -86,7 +96,8 @@ def outputs(notebook: NotebookNode) -> list[NotebookNode]:
 
 def clean(notebook: NotebookNode) -> NotebookNode:
     """Strips what is not the notebook's: times, versions of the kernel, the editor's marks."""
-    notebook.metadata = nbformat.from_dict(_METADATA)
+    kept = {key: notebook.metadata[key] for key in (EXECUTED,) if key in notebook.metadata}
+    notebook.metadata = nbformat.from_dict({**_METADATA, **kept})
     for cell in notebook.cells:
         cell.metadata = NotebookNode()
     for output in outputs(notebook):

@@ -18,6 +18,7 @@ from colabs import execute
 
 _NOTEBOOKS = execute.notebooks()
 _NAMES = [path.stem for path in _NOTEBOOKS]
+_CASES = [(f"_{name}", name) for name in _NAMES]
 # The one that compiles least.
 _QUICKEST = "kernels_and_time"
 _MACHINE = re.compile(r"/(home|root|tmp|usr|opt|mnt|work|Users|var)/|[A-Z]:\\\\|site-packages")
@@ -51,7 +52,7 @@ class StoredTest(_NotebookTest):
         listed = re.findall(r"\]\((\w+)\.ipynb\)", (execute.FOLDER / "README.md").read_text())
         self.assertCountEqual(listed, _NAMES)
 
-    @parameterized.parameters(*_NAMES)
+    @parameterized.named_parameters(*_CASES)
     def test_it_is_valid_and_as_the_executor_leaves_it(self, name: str):
         notebook = _read(name)
         nbformat.validate(notebook)
@@ -60,9 +61,14 @@ class StoredTest(_NotebookTest):
         ids = [cell["id"] for cell in notebook.cells]
         self.assertLen(set(ids), len(ids))
 
-    @parameterized.parameters(*_NAMES)
-    def test_its_outputs_are_those_of_one_run_without_error(self, name: str):
+    @parameterized.named_parameters(*_CASES)
+    def test_its_outputs_are_those_of_one_run_of_its_code_without_error(self, name: str):
         notebook = _read(name)
+        self.assertEqual(
+            notebook.metadata.get(execute.EXECUTED),
+            execute.code_hash(notebook),
+            f"the code is newer than its outputs: python -m colabs.execute {name}",
+        )
         counts = [cell.execution_count for cell in _code(notebook)]
         self.assertEqual(counts, list(range(1, len(counts) + 1)))
         outputs = execute.outputs(notebook)
@@ -74,7 +80,7 @@ class StoredTest(_NotebookTest):
         for image in _images(notebook):
             self.assertStartsWith(image, b"\x89PNG")
 
-    @parameterized.parameters(*_NAMES)
+    @parameterized.named_parameters(*_CASES)
     def test_it_is_small_and_has_nothing_of_the_machine(self, name: str):
         path = execute.FOLDER / f"{name}.ipynb"
         self.assertLess(path.stat().st_size, 300_000)
@@ -86,7 +92,7 @@ class StoredTest(_NotebookTest):
         for cell in notebook.cells:
             self.assertNotRegex(cell.source, _MACHINE)
 
-    @parameterized.parameters(*_NAMES)
+    @parameterized.named_parameters(*_CASES)
     def test_it_installs_first_and_imports_only_what_its_readers_have(self, name: str):
         first, second, *_ = cells = _code(_read(name))
         self.assertIn("%pip install", first.source)
@@ -132,7 +138,7 @@ class ExecutedTest(_NotebookTest):
     def test_the_quickest_notebook_runs(self):
         self._check_runs(_QUICKEST)
 
-    @parameterized.parameters(*(name for name in _NAMES if name != _QUICKEST))
+    @parameterized.named_parameters(*(case for case in _CASES if case[1] != _QUICKEST))
     @pytest.mark.slow
     def test_a_notebook_runs(self, name: str):
         self._check_runs(name)
