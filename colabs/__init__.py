@@ -1,0 +1,1 @@
+"""Notebooks that teach, and what executes them."""
