@@ -1,0 +1,272 @@
+"""Runs of many steps: counters at their end, averages in low precision, schedules, decay alone."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl.testing import absltest, parameterized
+
+import mars_optax
+from mars_optax._src.leaf import momentum
+from tests.support import numpy_reference, trees
+
+LAST = 2**31 - 1
+SHORT, LONG = 10_000, 1_000_000
+BFLOAT16 = {"mu_dtype": "bfloat16", "prev_grad_dtype": "bfloat16"}
+TARGET = np.array([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0]], np.float32)
+CURVATURE = np.array([[1.0, 0.1, 3.0], [0.5, 1.0, 2.0]], np.float32)
+
+
+def _rate(count: Any) -> Any:
+    return 0.05 / (1.0 + 1e-3 * count)
+
+
+def _gamma(count: Any) -> Any:
+    """Crosses 0 every 500 steps."""
+    return 0.05 * jnp.cos(count * (np.pi / 500))
+
+
+VARIANTS: dict[str, Callable[..., Any]] = {
+    "mars": mars_optax.mars,
+    "mars_gamma": functools.partial(mars_optax.mars, gamma=_gamma),
+    "mars_exact": functools.partial(mars_optax.mars, correction="exact", max_norm=None),
+    "mars_amsgrad": functools.partial(mars_optax.mars, amsgrad=True),
+    "mars_bfloat16": functools.partial(mars_optax.mars, nu_dtype="bfloat16", **BFLOAT16),
+    "mars_float8": functools.partial(mars_optax.mars, prev_grad_dtype="float8_e4m3fn"),
+    "mars_lion": mars_optax.mars_lion,
+    "mars_shampoo": mars_optax.mars_shampoo,
+    "mars_m": mars_optax.mars_m,
+    "mars_m_memory_free": functools.partial(
+        mars_optax.mars_m, keep_prev_grad=False, max_norm=None, gamma=_gamma
+    ),
+    "storm_adamw": mars_optax.storm_adamw,
+}
+
+
+def _noise(count: Any) -> Any:
+    """Of every entry and step another; none grows with the count."""
+    phases = jnp.arange(6.0).reshape(2, 3)
+    return 0.1 * jnp.sin((count % 997) * (1.0 + phases))
+
+
+@functools.cache
+def _trained(name: str) -> Callable[[int], tuple[Any, Any, Any]]:
+    """A compiled run of any number of steps on a quadratic with noisy gradients.
+
+    It returns the parameters, the state, and the largest distance from the optimum in the last
+    tenth of the steps.
+    """
+    tx = VARIANTS[name](_rate, weight_decay=0.0)
+
+    def run(steps: Any) -> Any:
+        def step(i: Any, carry: Any) -> Any:
+            params, state, largest = carry
+            grad_fn = lambda p: CURVATURE * (p - TARGET) + _noise(i)  # noqa: E731
+            updates, state = tx.update(grad_fn(params), state, params, grad_fn=grad_fn)
+            params = optax.apply_updates(params, updates)
+            distance = jnp.where(10 * i >= 9 * steps, jnp.max(jnp.abs(params - TARGET)), 0.0)
+            return params, state, jnp.maximum(largest, distance)
+
+        params = jnp.zeros_like(TARGET)
+        return jax.lax.fori_loop(0, steps, step, (params, tx.init(params), 0.0))
+
+    return jax.jit(run)
+
+
+class ManyStepsTest(parameterized.TestCase):
+    def check(self, name: str, steps: int):
+        _, state, distance = _trained(name)(steps // 10)
+        params, state, later = _trained(name)(steps)
+        self.assertTrue(trees.all_finite((params, state)))
+        for count in trees.fields(state, "count"):
+            self.assertEqual(int(count), steps)
+        # Steps of the size of the rate: noise of 0.1 leaves a distance in proportion to it.
+        rate = float(_rate(0.9 * steps))
+        self.assertLess(float(later), 10 * rate)
+        self.assertLess(float(later), float(distance))
+
+    @parameterized.parameters(*VARIANTS)
+    def test_it_is_at_the_optimum_after_ten_thousand_steps(self, name: str):
+        self.check(name, SHORT)
+
+    @parameterized.parameters(*VARIANTS)
+    @pytest.mark.slow
+    def test_it_is_at_the_optimum_after_a_million_steps(self, name: str):
+        self.check(name, LONG)
+
+
+class LastCountTest(parameterized.TestCase):
+    @parameterized.parameters(*VARIANTS)
+    def test_the_count_stays_at_the_last_number(self, name: str):
+        # The run's learning rate: a schedule meets the last count, too.
+        tx = VARIANTS[name](_rate, weight_decay=0.1)
+        params, grads = jnp.asarray(TARGET), jnp.asarray(CURVATURE)
+        state = optax.tree.set(tx.init(params), count=jnp.asarray(LAST - 1, jnp.int32))
+
+        @jax.jit
+        def two_steps(state: Any) -> Any:
+            results = []
+            for _ in range(3):
+                updates, state = tx.update(grads, state, params, grad_fn=lambda _: grads)
+                results.append((updates, trees.fields(state, "count")))
+            return results
+
+        for updates, counts in two_steps(state):
+            self.assertTrue(trees.all_finite(updates))
+            self.assertNotEmpty(counts)
+            for count in counts:
+                self.assertEqual(int(count), LAST)
+                self.assertEqual(count.dtype, jnp.int32)
+
+
+class BiasCorrectionTest(parameterized.TestCase):
+    COUNTS = (1, 2, 10, 1_000, 100_000, 2**24 + 1, LAST - 1)
+
+    @parameterized.parameters(0.0, 0.9, 0.95, 0.99, 0.999, 0.9999)
+    def test_it_is_that_of_float64(self, decay: float):
+        counts = np.array(self.COUNTS)
+        actual = momentum.bias_correction(decay, jnp.asarray(counts, jnp.int32))
+        expected = -np.expm1(counts * np.log(np.maximum(decay, 1e-300)))
+        # float32 rounds the decay by 2^-25, which is 2^-25 / (1 - decay) of the first correction;
+        # the power of a large count is rounded some times.
+        np.testing.assert_allclose(actual, expected, rtol=2.0**-23 / (1 - decay))
+        forgotten = decay**counts < 2.0**-25
+        self.assertTrue(np.all(forgotten[-2:]))
+        np.testing.assert_array_equal(np.asarray(actual)[forgotten], 1.0)
+
+    def test_a_direction_has_it_at_every_count(self):
+        b1, b2 = 0.95, 0.999
+        tx = mars_optax.scale_by_mars(b1, b2, eps=0.0, correction="none", max_norm=None)
+        update = jax.jit(tx.update)
+        for count in self.COUNTS:
+            state = tx.init(jnp.zeros(1))._replace(count=jnp.asarray(count - 1, jnp.int32))
+            direction, _ = update(jnp.full(1, 3.0), state)
+            corrections = -np.expm1(count * np.log([b1, b2]))
+            expected = (1 - b1) / corrections[0] / np.sqrt((1 - b2) / corrections[1])
+            np.testing.assert_allclose(direction, expected, rtol=2.0**-23 / (1 - b2))
+
+
+class LowPrecisionTest(parameterized.TestCase):
+    """Where averages stored in bfloat16 stop to move, and float32 ones do not.
+
+    A bfloat16 number has neighbours at 2^-8 to 2^-7 of its size. An average m moves towards x only
+    where (1 - b) |x - m| is more than half of that.
+    """
+
+    @functools.cached_property
+    def averages(self) -> Callable[..., Any]:
+        """mu and nu of gradients of 1, then after as many zeros."""
+
+        @functools.partial(jax.jit, static_argnames="dtype")
+        def run(b1: Any, b2: Any, dtype: str) -> Any:
+            tx = mars_optax.scale_by_mars(
+                b1, b2, correction="none", max_norm=None, mu_dtype=dtype, nu_dtype=dtype
+            )
+
+            def step(grad: float) -> Any:
+                return lambda _, state: tx.update(jnp.full(1, grad), state)[1]
+
+            state = tx.init(jnp.zeros(1))
+            risen = jax.lax.fori_loop(0, 100_000, step(1.0), state)
+            fallen = jax.lax.fori_loop(0, 100_000, step(0.0), risen)
+            return [s.astype(jnp.float32)[0] for x in (risen, fallen) for s in (x.mu, x.nu)]
+
+        return run
+
+    @parameterized.parameters(0.9, 0.95, 0.99, 0.999)
+    def test_float32_averages_reach_what_they_average(self, decay: float):
+        rose_mu, rose_nu, fell_mu, fell_nu = self.averages(decay, decay, "float32")
+        np.testing.assert_allclose([rose_mu, rose_nu], 1.0, rtol=2.0**-23 / (1 - decay))
+        np.testing.assert_array_less([fell_mu, fell_nu], 1e-37)
+
+    @parameterized.parameters((0.9, 0.98), (0.95, 0.961), (0.99, 0.8), (0.999, 0.25))
+    def test_bfloat16_averages_stop_before(self, decay: float, reached: float):
+        rose_mu, rose_nu, fell_mu, fell_nu = self.averages(decay, decay, "bfloat16")
+        np.testing.assert_allclose([rose_mu, rose_nu], reached, rtol=0.01)
+        print(decay, rose_mu, rose_nu, fell_mu, fell_nu)
+        # From 1 - b < 2^-9 on they do not fall, either.
+        never_falls = 1 - decay < 2.0**-9
+        self.assertEqual(fell_mu == rose_mu, never_falls)
+        self.assertEqual(fell_nu == rose_nu, never_falls)
+
+
+class GammaTest(absltest.TestCase):
+    def test_a_gamma_that_crosses_zero_follows_float64(self):
+        steps = SHORT
+        counts = np.arange(steps)
+        grads = np.asarray(jax.vmap(_noise)(jnp.asarray(counts))) + 0.02
+        kwargs = {"b1": 0.95, "b2": 0.99, "max_norm": None, "second_moment": "gradient"}
+        expected = numpy_reference.mars_leaf(
+            TARGET,
+            grads,
+            rule="adamw",
+            lr=0.05 / (1.0 + 1e-3 * counts),
+            gamma=0.05 * np.cos(counts * (np.pi / 500)),
+            weight_decay=0.01,
+            **kwargs,
+        )
+        for keep_prev_grad in (True, False):
+            tx = mars_optax.mars(
+                _rate, gamma=_gamma, weight_decay=0.01, keep_prev_grad=keep_prev_grad, **kwargs
+            )
+
+            def step(carry: Any, grad: Any, tx: Any = tx) -> Any:
+                params, state = carry
+                updates, state = tx.update(grad, state, params)
+                params = optax.apply_updates(params, updates)
+                return (params, state), params
+
+            params = jnp.asarray(TARGET)
+            (_, state), history = jax.jit(
+                lambda carry, step=step: jax.lax.scan(step, carry, jnp.asarray(grads, jnp.float32))
+            )((params, tx.init(params)))
+            # Sums of 10,000 updates, each rounded: a random walk of 100 roundings of 2^-22.
+            np.testing.assert_allclose(history, expected.params, rtol=1e-4, atol=1e-4)
+            (nu,) = trees.fields(state, "nu")
+            np.testing.assert_allclose(jax.tree.leaves(nu)[0], expected.nu, rtol=1e-4)
+
+
+class DegenerateTest(parameterized.TestCase):
+    def _run(self, name: str, grad: float, **kwargs: Any) -> tuple[Any, Any, Any]:
+        tx = VARIANTS[name](**kwargs)
+        params = jnp.asarray(TARGET)
+        first = tx.init(params)
+
+        def step(_: Any, carry: Any) -> Any:
+            params, state = carry
+            grads = jnp.full_like(params, grad)
+            updates, state = tx.update(grads, state, params, grad_fn=lambda _: grads)
+            return optax.apply_updates(params, updates), state
+
+        run = jax.jit(lambda carry: jax.lax.fori_loop(0, 1000, step, carry))
+        return (*run((params, first)), first)
+
+    @parameterized.parameters(*VARIANTS)
+    def test_a_learning_rate_of_zero_leaves_the_parameters_and_moves_the_state(self, name: str):
+        params, state, first = self._run(name, 0.5, learning_rate=0.0, weight_decay=0.1)
+        np.testing.assert_array_equal(params, TARGET)
+        for field in ("mu", "count"):
+            for before, after in zip(
+                jax.tree.leaves(trees.fields(first, field)),
+                jax.tree.leaves(trees.fields(state, field)),
+                strict=True,
+            ):
+                self.assertTrue(np.all(np.asarray(before != after)), field)
+
+    @parameterized.parameters(*VARIANTS)
+    def test_without_gradients_only_the_decay_is_left(self, name: str):
+        params, state, _ = self._run(name, 0.0, learning_rate=0.01, weight_decay=0.1)
+        # Each step rounds the update and the sum.
+        np.testing.assert_allclose(params, TARGET * (1 - 0.001) ** 1000, rtol=1000 * 2.0**-23)
+        for field in ("mu", "nu"):
+            for value in jax.tree.leaves(trees.fields(state, field)):
+                np.testing.assert_array_equal(np.asarray(value, np.float32), 0.0)
+
+
+if __name__ == "__main__":
+    absltest.main()
