@@ -1,4 +1,4 @@
-"""Hypothesis for these tests: no deadline, as the first examples compile, and nothing kept on disk."""
+"""Hypothesis for these tests: no deadline, as first examples compile, and no examples on disk."""
 
 import hypothesis
 
