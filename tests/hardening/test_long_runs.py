@@ -50,9 +50,9 @@ VARIANTS: dict[str, Callable[..., Any]] = {
 
 
 def _noise(count: Any) -> Any:
-    """Of every entry and step another; none grows with the count."""
-    phases = jnp.arange(6.0).reshape(2, 3)
-    return 0.1 * jnp.sin((count % 997) * (1.0 + phases))
+    """Of every entry and step another. Two steps cancel, so that the optimum stays where it is."""
+    phases = 1.0 + jnp.arange(6.0).reshape(2, 3)
+    return 0.1 * (1 - 2 * (count % 2)) * jnp.cos((count // 2 % 997) * phases)
 
 
 @functools.cache
@@ -110,8 +110,9 @@ class ManyStepsTest(parameterized.TestCase):
         self.assertNotEmpty(counts)
         for count in counts:
             self.assertEqual(int(count), steps)
-        # Steps have about the size of the learning rate, and noise makes them go to and fro.
-        self.assertLess(distance, 10 * float(_rate(0.9 * steps)))
+        # Steps of the size of the learning rate that go to and fro with noise make a walk, drawn
+        # back by the gradient: its width goes with the root of the rate. It began 3.75 away.
+        self.assertLess(distance, float(np.sqrt(_rate(0.9 * steps))))
         self.assertLess(distance, before)
 
     @parameterized.parameters(*VARIANTS)
