@@ -215,9 +215,9 @@ class LowPrecisionTest(parameterized.TestCase):
     def test_bfloat16_averages_stop_before(self, decay: float, reached: float):
         *risen, fell_mu, fell_nu = self.averages(decay, "bfloat16")
         np.testing.assert_array_equal(risen, reached)
-        # What is left to go is lost in half the distance to the next number.
-        spacing = np.spacing(np.float32(reached)) * 2.0**16
-        self.assertLessEqual((1 - decay) * (1 - reached), spacing / 2)
+        # What is left to go is half the distance to the next number at most: ties go to the even.
+        spacing = float(np.spacing(np.float32(reached))) * 2.0**16
+        self.assertLessEqual(np.float32((1 - decay) * (1 - reached)), spacing / 2)
         # With 1 - b < 2^-9 they do not fall, either.
         remains = reached if 1 - decay < 2.0**-9 else 0.0
         np.testing.assert_array_equal([fell_mu, fell_nu], remains)
