@@ -137,7 +137,9 @@ def orthogonalize(
     on the transpose of a tall matrix, so that :math:`A` is small. With the coefficients
     ``"quintic"`` and 5 steps the singular values end between about 0.68 and 1.13, unless they start
     near 0: this approximates the factor :math:`U V^H` of the singular value decomposition without
-    converging to it. A matrix of zeros gives zeros; a NaN stays in its own matrix.
+    converging to it. A matrix of zeros gives zeros, and so does one whose norm overflows, from
+    1.8e19 on in float32; one whose norm is not far above :math:`\varepsilon` comes out smaller. A
+    NaN stays in its own matrix.
 
     The Frobenius norm is taken in at least float32 before the cast to `dtype`; the reference's
     ``mars_m.py`` takes that of the cast matrix, and one norm for a whole stack.

@@ -95,7 +95,8 @@ def scale_by_mars(
     Args:
       b1: Decay rate :math:`\beta_1` of the first moment, in [0, 1). 0 turns the correction off.
       b2: Decay rate :math:`\beta_2` of the second moment, in [0, 1).
-      eps: :math:`\varepsilon` >= 0, outside the root and after the bias correction.
+      eps: :math:`\varepsilon` >= 0, outside the root and after the bias correction. With 0 an entry
+        whose gradients have all been 0 becomes NaN, as in :func:`optax.scale_by_adam`.
       gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of
         the step count, which starts at 0. The coefficient is computed in at least float32 from what
         arrives; :func:`optax.inject_hyperparams` rounds it to the parameters' dtype before, unless
