@@ -98,6 +98,15 @@ def optional_callable(name: str, value: Any) -> None:
         )
 
 
+def transformation(name: str, value: Any) -> None:
+    """An optimizer, or another gradient transformation."""
+    if not all(callable(getattr(value, part, None)) for part in ("init", "update")):
+        raise TypeError(
+            f"`{name}`: expected a gradient transformation, got {value!r}. Pass what a factory "
+            "such as `mars_optax.mars` returns."
+        )
+
+
 def float_dtype(name: str, value: Any) -> jnp.dtype | None:
     """The floating-point dtype that `value` names, or None for None.
 
@@ -166,16 +175,23 @@ def exact_arguments(params: Any, extra_args: Mapping[str, Any]) -> None:
         raise ValueError(f"`params`: expected the parameters, got None. {advice}")
 
 
-def same_shapes(name: str, got: Any, like: Any) -> None:
-    """The result of a user's function has the structure and shapes of another tree."""
-    advice = "Return gradients as `jax.grad` does: one for each parameter, of its shape."
-    _same_leaves(f"`{name}`", got, like, "the gradients", advice)
+def same_shapes(name: str, got: Any, like: Any, where: str, advice: str) -> None:
+    """A tree from the user has the structure and shapes of another.
+
+    Args:
+      name: The argument, for errors.
+      got: The tree.
+      like: The other one.
+      where: What that is, for errors.
+      advice: What to do, for errors.
+    """
+    _same_leaves(f"`{name}`", got, like, where, advice)
     leaves = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(like), strict=True)
     for (path, leaf), other in leaves:
         if jnp.shape(leaf) != jnp.shape(other):
             raise ValueError(
-                f"`{name}`: expected shape {jnp.shape(other)} for leaf '{path_string(path)}', got "
-                f"{jnp.shape(leaf)}. {advice}"
+                f"`{name}`: expected shape {jnp.shape(other)} for leaf '{path_string(path)}', as "
+                f"in {where}, got {jnp.shape(leaf)}. {advice}"
             )
 
 

@@ -109,7 +109,8 @@ class PreviousGradient:
 def evaluate(grad_fn: Any, prev_params: Any, updates: optax.Updates) -> Any:
     """The gradients of this batch at the previous parameters, of the structure of `updates`."""
     prev_grad = grad_fn(prev_params)
-    checks.same_shapes("grad_fn", prev_grad, updates)
+    advice = "Return gradients as `jax.grad` does: one for each parameter, of its shape."
+    checks.same_shapes("grad_fn", prev_grad, updates, "the gradients", advice)
     return prev_grad
 
 
