@@ -216,7 +216,7 @@ def gradients(updates: Any, like: Any, where: str) -> None:
       where: What `like` is, for errors.
     """
     advice = "Pass gradients of the parameters that the state was made for."
-    _same_leaves("Gradients", updates, like, where, advice)
+    _same_leaves("`updates`", updates, like, where, advice)
     leaves = jax.tree_util.tree_leaves_with_path(updates)
     for (path, leaf), other in zip(leaves, jax.tree.leaves(like), strict=True):
         subject = f"Gradient '{path_string(path)}'"
@@ -329,7 +329,7 @@ def _same_leaves(subject: str, got: Any, wanted: Any, where: str, advice: str) -
         for tree in (got, wanted)
     )
     missing = [f"no leaf '{path}'" for path in others if path not in mine]
-    spare = [f"a leaf '{path}', which is not there" for path in mine if path not in others]
+    spare = [f"a further leaf '{path}'" for path in mine if path not in others]
     nodes = f"{jax.tree.structure(got)} and not {jax.tree.structure(wanted)}"
     difference = next(iter(missing + spare), nodes)
     raise ValueError(

@@ -152,8 +152,8 @@ def fused_step(
     checks.transformation("optimizer", optimizer)
     if params is None:
         raise ValueError(
-            "`params`: expected the parameters, got None. A fused step makes the new ones of them: "
-            "call `fused_step(optimizer, grads, state, params)`."
+            "`params`: expected the parameters, got None. Call `fused_step(optimizer, grads, "
+            "state, params)`: it makes the new ones of them."
         )
     step = getattr(optimizer, "step", None)
     if step is not None:

@@ -342,7 +342,7 @@ EXAMPLES: tuple[Example, ...] = (
         "`keep_prev_grad=False` with a gamma that is an array.",
         "The form without the previous gradient needs the next step's gamma in this one.",
         "got False",
-        _later(_mars, 0.1, gamma=jnp.asarray(0.1), **_WITHOUT),
+        lambda: _mars(0.1, gamma=jnp.asarray(0.1), **_WITHOUT),
     ),
     Example(
         BUILT,
@@ -558,7 +558,7 @@ EXAMPLES: tuple[Example, ...] = (
         MESH,
         "A spec in `param_specs` has more parts than the leaf has axes.",
         "The specs are those of `in_specs` for the parameters.",
-        "got PartitionSpec",
+        "got PartitionSpec('x', 'y', None)",
         lambda: _in_shard_map(_mars(0.1), param_specs={"kernel": P("x", "y", None)}),
     ),
     Example(

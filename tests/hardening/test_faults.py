@@ -98,12 +98,11 @@ class ContainmentTest(parameterized.TestCase):
                 for kept in (0, 2):
                     np.testing.assert_array_equal(result[0][name][kept], clean[0][name][kept])
 
-    @parameterized.parameters("mars", "mars_m")
     @interpreter.always()
-    def test_leaves_in_one_kernel(self, name: str):
-        self._check(_two_steps(_make(name, implementation="pallas")))
+    def test_leaves_in_one_kernel(self):
+        self._check(_two_steps(_make("mars", implementation="pallas")))
 
-    @parameterized.parameters("mars_lion", "mars_shampoo")
+    @parameterized.parameters("mars_lion", "mars_shampoo", "mars_m")
     @pytest.mark.slow
     @interpreter.always()
     def test_leaves_in_one_kernel_of_the_others(self, name: str):
@@ -142,12 +141,18 @@ class ContainmentTest(parameterized.TestCase):
     def test_leaves_on_every_mesh(self, name: str, axis_type: AxisType):
         self._check_on_a_mesh(name, axis_type)
 
-    def test_what_one_norm_is_taken_over_is_lost_as_a_whole(self):
-        grads = {"stack": jnp.ones((3, 2, 2)).at[1, 0, 0].set(jnp.nan)}
-        for numbers, lost in ((None, [True] * 3), (_STACK, [False, True, False])):
-            tx = mars_optax.scale_by_mars(weight_dimension_numbers=numbers)
-            direction, _ = tx.update(grads, tx.init(grads))
-            np.testing.assert_array_equal(jnp.isnan(direction["stack"]).all((1, 2)), lost)
+    @parameterized.parameters((None,), (_STACK,))
+    def test_a_nan_turns_the_clip_of_its_matrix_off_and_an_infinity_makes_it_zero(self, numbers):
+        tx = mars_optax.clip_by_leaf_norm(1.0, weight_dimension_numbers=numbers)
+        mine = [1] if numbers else [0, 1, 2]
+        for value, others in ((jnp.nan, 3.0), (jnp.inf, 0.0)):
+            grads = {"stack": jnp.full((3, 2, 2), 3.0).at[1, 0, 0].set(value)}
+            clipped, _ = tx.update(grads, tx.init(grads))
+            clipped = np.asarray(clipped["stack"])
+            self.assertEqual(np.argwhere(np.isnan(clipped)).tolist(), [[1, 0, 0]])
+            np.testing.assert_array_equal(clipped[mine][~np.isnan(clipped[mine])], others)
+            rest = [i for i in range(3) if i not in mine]
+            np.testing.assert_allclose(clipped[rest], 0.5, rtol=1e-6)
 
     def test_without_a_norm_it_stays_in_its_entry(self):
         grads = {"w": jnp.ones((2, 2)).at[0, 1].set(jnp.nan)}
@@ -155,18 +160,21 @@ class ContainmentTest(parameterized.TestCase):
             direction, _ = tx.update(grads, tx.init(grads))
             np.testing.assert_array_equal(jnp.isnan(direction["w"]), jnp.isnan(grads["w"]))
 
-    def test_a_bound_on_all_leaves_together_loses_all(self):
-        grads = {"ill": jnp.full(2, jnp.nan), "well": jnp.ones(2)}
+    def test_a_bound_on_all_leaves_together_is_lost_for_all(self):
         tx = mars_optax.correct_gradients(correction_clip=1.0)
-        corrected, _ = tx.update(grads, tx.init(grads))
-        self.assertTrue(bool(jnp.isnan(corrected["well"]).all()))
+        for value, expected in ((jnp.nan, 1.475), (jnp.inf, 1.0)):
+            grads = {"ill": jnp.full(2, value), "well": jnp.ones(2)}
+            corrected, _ = tx.update(grads, tx.init(grads))
+            self.assertTrue(bool(jnp.isnan(corrected["ill"]).all()))
+            np.testing.assert_allclose(corrected["well"], expected, rtol=1e-6)
 
     def test_a_leaf_that_was_lost_stays_lost(self):
         tx, good = mars_optax.scale_by_mars(), {"w": jnp.ones((2, 2))}
         state = tx.init(good)
-        for grads in ({"w": jnp.full((2, 2), jnp.nan)}, good, good):
+        ill = {"w": good["w"].at[0, 1].set(jnp.inf)}
+        for grads in (ill, good, good):
             direction, state = tx.update(grads, state)
-        self.assertTrue(bool(jnp.isnan(direction["w"]).all()))
+        np.testing.assert_array_equal(jnp.isnan(direction["w"]), jnp.isinf(ill["w"]))
         self.assertTrue(trees.all_finite(state.prev_grad))
 
 
@@ -185,15 +193,11 @@ class SkippedStepsTest(parameterized.TestCase):
             for value in (jnp.nan, jnp.inf)
         ]
         _, _, between = trees.run(tx, params, [*grads[:2], *bad])
-        if entry.corrects():
-            for kept, scale in zip(
-                trees.fields(between, "prev_grad"),
-                trees.fields(between, "prev_grad_scale") or [None] * 9,
-                strict=False,
-            ):
-                last = jax.tree.map(lambda _, g: g, kept, grads[1])
-                if scale is None:
-                    trees.assert_equal(kept, last)
+        last = {trees.path_of(p): g for p, g in jax.tree_util.tree_leaves_with_path(grads[1])}
+        if name not in ("mars_float8", "mars_exact", "storm_adamw"):
+            for kept in trees.fields(between, "prev_grad"):
+                for path, leaf in jax.tree_util.tree_leaves_with_path(kept):
+                    np.testing.assert_array_equal(leaf, last[trees.path_of(path)])
         _, params_after, after = trees.run(tx, params, [*grads[:2], *bad, grads[2]])
         _, expected_params, expected = trees.run(tx, params, grads)
         trees.assert_equal(params_after, expected_params)
@@ -367,7 +371,7 @@ class SettingsTest(parameterized.TestCase):
     def test_a_leaf_too_few_or_too_many_is_named(self, name: str):
         tx, params = _SETTINGS[name](), _small()
         fewer = {"kernel": params["kernel"]}
-        with self.assertRaisesRegex(ValueError, "no leaf 'kernel2'|a leaf 'bias'"):
+        with self.assertRaisesRegex(ValueError, "leaf '(kernel2|bias)'"):
             _traced(tx, tx.init(params), {"kernel": params["kernel"], "kernel2": params["kernel"]})
         with self.assertRaisesRegex(ValueError, "'bias'"):
             _traced(tx, tx.init(params), fewer)
@@ -432,7 +436,7 @@ class CheckpointTest(parameterized.TestCase):
         matrix = "opt_state/inner_states/matrix/inner_state/0"
         for name, rows, path in (
             ("lion", 3, f"{matrix}/nu/kernel"),
-            ("exact", 3, "opt_state/prev_params/bias"),
+            ("exact", 3, "opt_state/inner_state/inner_states/matrix/inner_state/0/count"),
             ("without", 3, f"{matrix}/prev_grad/kernel"),
             ("float8", 3, f"{matrix}/prev_grad/kernel"),
             ("amsgrad", 3, f"{matrix}/nu_max/kernel"),
