@@ -10,6 +10,9 @@ from mars_optax._src import checks, fused, manual, partition, previous, run, typ
 from mars_optax._src.kernels import execute
 from mars_optax._src.leaf import precision
 
+# Untyped in Optax.
+_PARTITION_STATE: Any = optax.transforms.PartitionState
+
 
 class PreviousParamsState(NamedTuple):
     """State of an optimizer in exact mode that treats matrices and vectors differently."""
@@ -70,6 +73,10 @@ def optimizer(
         weight_decay_1d = weight_decay
     checks.scalar_or_schedule("learning_rate_1d", learning_rate_1d)
     checks.scalar_or_schedule("weight_decay_1d", weight_decay_1d)
+    scalars = {
+        "matrix": {"weight_decay": weight_decay, "learning_rate": learning_rate},
+        "vector": {"weight_decay_1d": weight_decay_1d, "learning_rate_1d": learning_rate_1d},
+    }
     decays = {"weight_decay": weight_decay}
     if vector_rule is not None:
         decays["weight_decay_1d"] = weight_decay_1d
@@ -113,6 +120,22 @@ def optimizer(
         # gets its part of extra arguments that are trees of the parameters.
         return optax.partition(links, lambda _: labels, mask_compatible_extra_args=has_trees)
 
+    def require_own(state: Any) -> None:
+        """Raises unless `init` makes states of this kind."""
+        if hands_over:
+            checks.state_type(state, PreviousParamsState, name)
+            state = state.inner_state
+        if vector is None:
+            chain_states = [("matrix", state)]
+        else:
+            checks.state_type(state, _PARTITION_STATE, name)
+            chain_states = [
+                (label, getattr(state.inner_states.get(label), "inner_state", None))
+                for label in ("matrix", "vector")
+            ]
+        for label, chain_state in chain_states:
+            checks.chain_state(chain_state, scalars[label], mask is not None, name)
+
     def init_fn(params: optax.Params) -> optax.OptState:
         state = chain_for(params).init(params)
         return PreviousParamsState(previous.copies(params), state) if hands_over else state
@@ -125,15 +148,17 @@ def optimizer(
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.needs_params(params, name, decays)
         if params is not None:
-            checks.gradient_shapes(updates, params)
+            checks.gradients(updates, params, "`params`")
         # Without decay nothing reads the parameters but the dtypes of the result.
         like = updates if params is None else params
         # Decay and learning rate, too, are applied in at least float32, and rounded once.
         wide_updates = jax.tree.map(precision.widen, updates)
         wide_params = jax.tree.map(precision.widen, like)
+        require_own(state)
         inner_state = state
         if hands_over:
             checks.exact_arguments(params, extra_args)
+            checks.state_fields(state, updates, {"prev_params": True}, name)
             prev_grad = previous.evaluate(extra_args["grad_fn"], state.prev_params, updates)
             extra_args = {**extra_args, "prev_grad": prev_grad}
             del extra_args["grad_fn"]
@@ -155,7 +180,8 @@ def optimizer(
         if implementation == "xla" or (implementation is None and not execute.kernels_pay()):
             updates, state = update_fn(updates, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
-        checks.gradient_shapes(updates, params)
+        checks.gradients(updates, params, "`params`")
+        require_own(state)
         extra_args = {**extra_args, manual.ARGUMENT: manual.specs_of(extra_args, updates)}
         chains, labels = chains_for(updates)
         decays = fused.decays_of(decay_mask_for(updates), params)

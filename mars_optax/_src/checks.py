@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mars_optax._src.leaf import quantization
+
 
 def _is_number(value: Any) -> bool:
     kinds = int | float | np.integer | np.floating
@@ -96,6 +98,15 @@ def optional_callable(name: str, value: Any) -> None:
         )
 
 
+def transformation(name: str, value: Any) -> None:
+    """An optimizer, or another gradient transformation."""
+    if not all(callable(getattr(value, part, None)) for part in ("init", "update")):
+        raise TypeError(
+            f"`{name}`: expected a gradient transformation, got {value!r}. Pass what a factory "
+            "such as `mars_optax.mars` returns."
+        )
+
+
 def float_dtype(name: str, value: Any) -> jnp.dtype | None:
     """The floating-point dtype that `value` names, or None for None.
 
@@ -164,52 +175,166 @@ def exact_arguments(params: Any, extra_args: Mapping[str, Any]) -> None:
         raise ValueError(f"`params`: expected the parameters, got None. {advice}")
 
 
-def same_shapes(name: str, got: Any, like: Any) -> None:
-    """The result of a user's function has the structure and shapes of another tree."""
-    advice = "Return gradients as `jax.grad` does: one for each parameter, of its shape."
-    got_structure: Any = jax.tree.structure(got)
-    if got_structure != jax.tree.structure(like):
-        raise ValueError(
-            f"`{name}`: expected a result of the structure of the gradients, "
-            f"{jax.tree.structure(like)}, got {got_structure}. {advice}"
-        )
+def same_shapes(name: str, got: Any, like: Any, where: str, advice: str) -> None:
+    """A tree from the user has the structure and shapes of another.
+
+    Args:
+      name: The argument, for errors.
+      got: The tree.
+      like: The other one.
+      where: What that is, for errors.
+      advice: What to do, for errors.
+    """
+    _same_leaves(f"`{name}`", got, like, where, advice)
     leaves = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(like), strict=True)
     for (path, leaf), other in leaves:
         if jnp.shape(leaf) != jnp.shape(other):
             raise ValueError(
-                f"`{name}`: expected shape {jnp.shape(other)} for leaf '{path_string(path)}', got "
-                f"{jnp.shape(leaf)}. {advice}"
+                f"`{name}`: expected shape {jnp.shape(other)} for leaf '{path_string(path)}', as "
+                f"in {where}, got {jnp.shape(leaf)}. {advice}"
             )
 
 
-def inexact_leaves(params: Any) -> None:
+def inexact_leaves(params: Any, what: str = "Parameter") -> None:
     """Parameters are real or complex floating-point numbers; anything else has no gradient."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"Parameter '{path_string(path)}': expected a real or complex floating-point "
+                f"{what} '{path_string(path)}': expected a real or complex floating-point "
                 f"array, got dtype {dtype}. Leave it out of the parameters, or mask it out with "
                 "`optax.masked` or `optax.partition`."
             )
 
 
-def gradient_shapes(updates: Any, like: Any) -> None:
-    """Gradients have the shapes of the parameters: what broadcasts would change the state."""
+def gradients(updates: Any, like: Any, where: str) -> None:
+    """Gradients are those of the parameters: what broadcasts or is cast would change the state.
+
+    Args:
+      updates: The gradients.
+      like: A tree that has a leaf of the same shape for each.
+      where: What `like` is, for errors.
+    """
+    advice = "Pass gradients of the parameters that the state was made for."
+    _same_leaves("`updates`", updates, like, where, advice)
     leaves = jax.tree_util.tree_leaves_with_path(updates)
-    others = jax.tree.leaves(like)
-    if len(leaves) != len(others):
-        raise ValueError(
-            f"Gradients: expected a tree of {len(others)} leaves, as the parameters at `init`, got "
-            f"one of {len(leaves)}. Pass gradients of the parameters that the state was made for."
-        )
-    for (path, leaf), other in zip(leaves, others, strict=True):
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(like), strict=True):
+        subject = f"Gradient '{path_string(path)}'"
         if jnp.shape(leaf) != jnp.shape(other):
             raise ValueError(
-                f"Gradient '{path_string(path)}': expected shape {jnp.shape(other)}, as the "
-                f"parameter at `init`, got {jnp.shape(leaf)}. Pass gradients of the parameters "
-                "that the state was made for."
+                f"{subject}: expected shape {jnp.shape(other)}, as in {where}, got "
+                f"{jnp.shape(leaf)}. {advice}"
             )
+        dtype = jnp.result_type(leaf)
+        is_real = not jnp.issubdtype(jnp.result_type(other), jnp.complexfloating)
+        if not jnp.issubdtype(dtype, jnp.floating if is_real else jnp.inexact):
+            kind = "a real" if is_real else "a real or complex"
+            raise TypeError(
+                f"{subject}: expected {kind} floating-point array, as in {where}, got dtype "
+                f"{dtype}. Pass what `jax.grad` returns for a real loss."
+            )
+
+
+def state_type(state: Any, kind: type, name: str) -> None:
+    """The state of a transformation is the one that its `init` makes."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`state`: expected a `{kind.__name__}`, as `init` of `{name}` makes it, got "
+            f"`{type(state).__name__}`. {_STATE_ADVICE}"
+        )
+
+
+def chain_state(state: Any, scalars: Mapping[str, Any], is_masked: bool, name: str) -> None:
+    """The states of a rule and of the links behind it, as `optax.chain` keeps them.
+
+    Args:
+      state: The state of the chain.
+      scalars: The weight decay and the learning rate by their arguments' names.
+      is_masked: Whether a mask says what decays.
+      name: The public name, for errors.
+    """
+    if type(state) is not tuple or len(state) != 3:
+        raise TypeError(
+            f"`state`: expected the states of a rule, its decay and its learning rate, as `init` "
+            f"of `{name}` makes them, got `{type(state).__name__}`. {_STATE_ADVICE}"
+        )
+    if is_masked != hasattr(state[1], "inner_state"):
+        wanted, got = ("with", "without") if is_masked else ("without", "with")
+        raise ValueError(
+            f"`state`: expected one of `{name}` {wanted} a `mask`, got one {got}. {_STATE_ADVICE}"
+        )
+    for (argument, value), link in zip(scalars.items(), state[1:], strict=True):
+        link = getattr(link, "inner_state", link)
+        if callable(value) and "count" not in getattr(link, "_fields", ()):
+            raise ValueError(
+                f"`state`: expected the count of the schedule `{argument}` of `{name}`, got "
+                f"`{type(link).__name__}`, as a number has it. {_STATE_ADVICE}"
+            )
+
+
+def state_fields(
+    state: Any, updates: Any, kept: Mapping[str, bool], name: str, rows: Sequence[str] = ()
+) -> None:
+    """The trees of a state are those that the settings ask for, with a leaf for each gradient.
+
+    Args:
+      state: A state that has these fields.
+      updates: The gradients.
+      kept: The fields, and whether these settings keep them.
+      name: The public name, for errors.
+      rows: The fields that have one number for each row of a leaf.
+    """
+    if not jax.tree.leaves(updates):
+        # A tree without leaves may be None itself.
+        return
+    for field, is_kept in kept.items():
+        tree = getattr(state, field)
+        if is_kept != (tree is not None):
+            wanted, got = ("a tree", "None") if is_kept else ("None", "a tree")
+            raise ValueError(
+                f"`state.{field}`: expected {wanted} with these settings of `{name}`, got {got}. "
+                f"{_STATE_ADVICE}"
+            )
+        if not is_kept:
+            continue
+        _same_leaves(f"`state.{field}`", tree, updates, "the gradients", _STATE_ADVICE)
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        for (path, leaf), grad in zip(leaves, jax.tree.leaves(updates), strict=True):
+            shape = jnp.shape(grad)
+            if field in rows:
+                shape = quantization.scale_shape(shape)
+            if jnp.shape(leaf) != shape:
+                raise ValueError(
+                    f"`state.{field}`: expected shape {shape} for leaf '{path_string(path)}', as "
+                    f"the gradients have it, got {jnp.shape(leaf)}. {_STATE_ADVICE}"
+                )
+
+
+_STATE_ADVICE = (
+    "Pass the state that `init` made with these settings, or begin with a new one: that of another "
+    "optimizer or other settings cannot be continued."
+)
+
+
+def _same_leaves(subject: str, got: Any, wanted: Any, where: str, advice: str) -> None:
+    """Two trees have leaves at the same places; metadata in their nodes may differ."""
+    try:
+        treedef: Any = jax.tree.structure(wanted)
+        if jax.tree_util.all_leaves(treedef.flatten_up_to(got)):
+            return
+    except (ValueError, TypeError, KeyError):
+        pass
+    mine, others = (
+        [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (got, wanted)
+    )
+    missing = [f"no leaf '{path}'" for path in others if path not in mine]
+    spare = [f"a further leaf '{path}'" for path in mine if path not in others]
+    nodes = f"{jax.tree.structure(got)} and not {jax.tree.structure(wanted)}"
+    difference = next(iter(missing + spare), nodes)
+    raise ValueError(
+        f"{subject}: expected a tree of the structure of {where}, got {difference}. {advice}"
+    )
 
 
 def needs_params(params: Any, name: str, decays: dict[str, Any]) -> None:

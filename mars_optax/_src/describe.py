@@ -96,12 +96,14 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
       kernel (8, 4) float32 matrix in=0 out=1         384
       total: 1 matrix, 1 vector, 0 frozen; parameters 144 bytes, state 424 bytes
     """
+    checks.transformation("tx", tx)
     with partition.recorded_axes() as axes:
         # A new function each time: from its cache, `eval_shape` would not call `init` again.
         state = jax.eval_shape(lambda p: tx.init(p), params)
     if not axes and jax.tree.leaves(params):
         raise TypeError(
-            f"`tx`: expected a transformation of mars_optax, got {tx!r}, whose `init` calls none. "
+            f"`tx`: expected a transformation of mars_optax, got a `{type(tx).__name__}` "
+            "whose `init` calls none. "
             "Pass an optimizer of this package, alone or wrapped by Optax."
         )
     flat = jax.tree_util.tree_leaves_with_path(params)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import manual, run, types
+from mars_optax._src import checks, manual, run, types
 
 _ABSENT: Final = optax.MaskedNode()
 
@@ -131,6 +131,7 @@ def fused_step(
       donate_argnames=("state", "params"))`` they take the place of the old ones.
 
     Raises:
+      TypeError: If `optimizer` is none.
       ValueError: If `params` is None, and as `update`.
       NotImplementedError: If kernels were asked for and cannot run.
 
@@ -148,10 +149,11 @@ def fused_step(
       >>> print(f"{params['kernel'][0, 0]:.2f} {params['bias'][0]:.2f}")
       0.90 -0.10
     """
+    checks.transformation("optimizer", optimizer)
     if params is None:
         raise ValueError(
-            "`params`: expected the parameters, got None. A fused step makes the new ones of them: "
-            "call `fused_step(optimizer, grads, state, params)`."
+            "`params`: expected the parameters, got None. Call `fused_step(optimizer, grads, "
+            "state, params)`: it makes the new ones of them."
         )
     step = getattr(optimizer, "step", None)
     if step is not None:

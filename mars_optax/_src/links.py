@@ -110,6 +110,8 @@ def correct_gradients(
         prev_grad_dtype,
     )
 
+    kept = {**source.kept, "prev_corrected": is_storm}
+
     def init_fn(params: optax.Params) -> CorrectGradientsState:
         checks.inexact_leaves(params)
         partition.record_axes(
@@ -127,9 +129,11 @@ def correct_gradients(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, CorrectGradientsState]:
-        checks.gradient_shapes(
-            updates, state.prev_grad if correction == "approx" else state.prev_params
-        )
+        checks.state_type(state, CorrectGradientsState, "correct_gradients")
+        field = "prev_grad" if kept["prev_grad"] else "prev_params"
+        if getattr(state, field) is not None:
+            checks.gradients(updates, getattr(state, field), f"`state.{field}`")
+        checks.state_fields(state, updates, kept, "correct_gradients", previous.PER_ROW)
         wide = jax.tree.map(precision.widen, updates)
         prev_grad = source.gradients(updates, state, params, extra_args)
         if is_storm:
@@ -223,6 +227,7 @@ def clip_by_leaf_norm(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
+        checks.inexact_leaves(updates, "Gradient")
         if max_norm is None:
             return updates, state
         axes = axes_of(updates)

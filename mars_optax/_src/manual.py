@@ -54,7 +54,8 @@ def sharded(x: Any, spec: Any, dims: Sequence[int], path: tuple[Any, ...], what:
     if len(spec) > jnp.ndim(x):
         raise ValueError(
             f"`{ARGUMENT}`: expected a spec with at most {jnp.ndim(x)} parts for leaf "
-            f"'{checks.path_string(path)}', got {spec}. Pass that of the parameter."
+            f"'{checks.path_string(path)}', got {_text(spec)}. Pass that of "
+            "the parameter."
         )
     parts = [*spec, *(None,) * (jnp.ndim(x) - len(spec))]
     names = [p if isinstance(p, tuple) else () if p is None else (p,) for p in parts]
@@ -106,9 +107,14 @@ def require_whole(tree: Any, specs: Any, what: str) -> None:
         if any(sharded(x, spec, range(jnp.ndim(x)), path, what)):
             raise NotImplementedError(
                 f"{what} inside a shard_map: expected whole leaves, got "
-                f"'{checks.path_string(path)}' with {spec}. Use it outside the shard_map, where "
-                "the compiler knows the shards."
+                f"'{checks.path_string(path)}' with {_text(spec)}. Use it outside the "
+                "shard_map, where the compiler knows the shards."
             )
+
+
+def _text(spec: Any) -> str:
+    """A spec as it is written: JAX's versions print it in different ways."""
+    return f"PartitionSpec{tuple(spec)!r}"
 
 
 def _manual_axes() -> list[str]:

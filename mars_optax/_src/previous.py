@@ -15,6 +15,9 @@ from mars_optax._src.leaf import correction, precision, quantization
 # the extra argument `prev_grad`: it evaluates `grad_fn` for all parameters, matrices and vectors.
 HANDED_OVER: Final = object()
 
+# The fields that have one number for each row of a leaf.
+PER_ROW: Final = ("prev_grad_scale",)
+
 
 @dataclasses.dataclass(frozen=True)
 class PreviousGradient:
@@ -41,14 +44,23 @@ class PreviousGradient:
         checks.choice("first_step", self.first_step, ("zeros", "no_correction"))
         object.__setattr__(self, "dtype", checks.float_dtype("prev_grad_dtype", self.dtype))
 
-    def init(self, params: optax.Params) -> dict[str, Any]:
-        """The fields of the state that belong to the previous gradient, before the first step."""
-        prev_grad = zeros(params, self.dtype) if self.mode == "approx" else None
-        has_scale = self.mode == "approx" and quantization.is_scaled(self.dtype)
+    @property
+    def kept(self) -> dict[str, bool]:
+        """The fields of the state that belong to the previous gradient, and if they are kept."""
+        is_stored = self.mode == "approx"
         return {
-            "prev_grad": prev_grad,
-            "prev_grad_scale": scales(params, self.dtype) if has_scale else None,
-            "prev_params": copies(params) if self.mode == "exact" else None,
+            "prev_grad": is_stored,
+            "prev_grad_scale": is_stored and quantization.is_scaled(self.dtype),
+            "prev_params": self.mode == "exact",
+        }
+
+    def init(self, params: optax.Params) -> dict[str, Any]:
+        """The same fields before the first step."""
+        kept = self.kept
+        return {
+            "prev_grad": zeros(params, self.dtype) if kept["prev_grad"] else None,
+            "prev_grad_scale": scales(params, self.dtype) if kept["prev_grad_scale"] else None,
+            "prev_params": copies(params) if kept["prev_params"] else None,
         }
 
     def coefficient(self, count: jax.Array) -> Any:
@@ -97,7 +109,8 @@ class PreviousGradient:
 def evaluate(grad_fn: Any, prev_params: Any, updates: optax.Updates) -> Any:
     """The gradients of this batch at the previous parameters, of the structure of `updates`."""
     prev_grad = grad_fn(prev_params)
-    checks.same_shapes("grad_fn", prev_grad, updates)
+    advice = "Return gradients as `jax.grad` does: one for each parameter, of its shape."
+    checks.same_shapes("grad_fn", prev_grad, updates, "the gradients", advice)
     return prev_grad
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import trees
+from mars_optax._src import checks, trees
 from mars_optax._src.leaf import precision
 
 
@@ -52,6 +52,9 @@ def stochastic_apply_updates(
     Returns:
       The new parameters, in their dtypes. NaN and infinities stay what they are.
 
+    Raises:
+      ValueError: If `updates` has another structure or other shapes than `params`.
+
     Examples:
       >>> import jax
       >>> import jax.numpy as jnp
@@ -70,6 +73,8 @@ def stochastic_apply_updates(
       Gupta et al., `Deep Learning with Limited Numerical Precision
       <https://arxiv.org/abs/1502.02551>`_, 2015.
     """
+    advice = "Pass what `update` returned for these parameters."
+    checks.same_shapes("updates", updates, params, "`params`", advice)
     leaves = len(jax.tree.leaves(params))
     keys = jax.tree.unflatten(jax.tree.structure(params), list(jax.random.split(key, leaves)))
 

@@ -24,7 +24,7 @@ class Rule(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
 
 def variance_reduced(  # noqa: D417 (the others are told of where users read)
     name: str,
-    state_type: Callable[..., Any],
+    state_type: type,
     step: run.Step,
     *,
     moments: Mapping[str, Callable[[optax.Params], Any]],
@@ -72,6 +72,9 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
     is_matrix_rule = matrix_directions is not None
     default = partition.matrix_at_rank_2 if is_matrix_rule else partition.matrix_from_rank_2
 
+    # A tree without leaves tells which moments these settings keep.
+    kept = {moment: zeros(()) is not None for moment, zeros in moments.items()} | source.kept
+
     def axes_of(tree: Any) -> Any:
         return partition.resolve_axes(weight_dimension_numbers, tree, default)
 
@@ -96,7 +99,10 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         finish: run.Finish | None = None,
     ) -> tuple[Any, Any]:
         """The directions, or with `finish` the new parameters, and the new state."""
-        checks.gradient_shapes(updates, getattr(state, next(iter(moments))))
+        checks.state_type(state, state_type, name)
+        first = next(iter(moments))
+        checks.gradients(updates, getattr(state, first), f"`state.{first}`")
+        checks.state_fields(state, updates, kept, name, previous.PER_ROW)
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         form = {} if keep_prev_grad else {"next_gamma": source.gamma_at(count)}

@@ -35,6 +35,7 @@ def cautious(
       A transformation with the state of `inner`.
 
     Raises:
+      TypeError: If `inner` is no transformation.
       ValueError: If `rescale` is none of these.
 
     Examples:
@@ -59,6 +60,7 @@ def cautious(
       <https://arxiv.org/abs/2411.16085>`_, 2024.
     """
     checks.choice("rescale", rescale, ("mean", "count", "none"))
+    checks.transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def masked(direction: Any, grad: Any) -> jax.Array:
@@ -110,6 +112,7 @@ def ignore_absent_gradients(
       A transformation with the state of `inner`.
 
     Raises:
+      TypeError: If `inner` is no transformation.
       ValueError: At ``init``, if no leaf keeps a previous gradient (exact mode,
         ``keep_prev_grad=False``, no correction).
 
@@ -124,6 +127,7 @@ def ignore_absent_gradients(
       ...         print(corrected, end=" ")
       [1.9 3.8] [-0.9 -1.8] [1.9 3.8] [1.9 3.8] [0. 0.] [1. 2.]
     """
+    checks.transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:

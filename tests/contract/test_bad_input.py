@@ -30,7 +30,7 @@ class Bad(NamedTuple):
     says: tuple[str, ...] = ()
 
 
-_VALUES = (
+VALUES = (
     Bad("correction", "aproximate", ("approx", "aproximate")),
     Bad("correction", None, ("approx", "None")),
     Bad("first_step", "ones", ("zeros", "no_correction", "ones")),
@@ -75,7 +75,7 @@ _VALUES = (
 def _cases():
     for name in _ALL:
         entry = registry.get(name)
-        for number, bad in enumerate(_VALUES):
+        for number, bad in enumerate(VALUES):
             if entry.accepts(bad.argument):
                 yield (f"_{name}_{bad.argument}_{number}", entry, bad)
 
@@ -92,7 +92,7 @@ class ArgumentTest(parameterized.TestCase):
 
     def test_every_case_concerns_some_factory(self):
         concerned = {bad.argument for _, _, bad in _cases()}
-        self.assertSetEqual(concerned, {bad.argument for bad in _VALUES})
+        self.assertSetEqual(concerned, {bad.argument for bad in VALUES})
 
     @parameterized.parameters(*_OPTIMIZERS)
     def test_traced_values_pass_unchecked(self, name: str):
