@@ -11,6 +11,7 @@ _PAGES = [
     *sorted((_ROOT / "docs").glob("*.md")),
     *(_ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")),
     _ROOT / "benchmarks" / "README.md",
+    _ROOT / "colabs" / "README.md",
     _ROOT / "mars_optax" / "_src" / "README.md",
     _ROOT / "tests" / "data" / "README.md",
 ]
