@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import jax
 from absl.testing import absltest, parameterized
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -34,6 +35,8 @@ class ReadmeTest(parameterized.TestCase):
 
     @parameterized.parameters(*(page.name for page in (_ROOT / "docs").glob("*.md")))
     def test_a_page_of_the_documentation_runs(self, name: str):
+        if name == "kernels.md" and jax.__version_info__ < (0, 10):
+            self.skipTest("kernels need JAX 0.10")
         _run_blocks(_ROOT / "docs" / name)
 
     @parameterized.parameters(*_PAGES)

@@ -66,7 +66,7 @@ def stochastic_apply_updates(
       ...     params = optax.apply_updates(params, updates)
       ...     key = jax.random.fold_in(jax.random.key(0), step)
       ...     rounded = mars_optax.stochastic_apply_updates(rounded, updates, key)
-      >>> print(f"{params.mean():.1f} {rounded.mean():.1f}")
+      >>> print(f"{float(params.mean()):.1f} {float(rounded.mean()):.1f}")
       1.0 1.1
 
     References:

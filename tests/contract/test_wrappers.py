@@ -59,6 +59,8 @@ class MultiStepsTest(parameterized.TestCase):
 
     @parameterized.named_parameters(*registry.select())
     def test_half_precision_parameters_accumulate_float32_gradients(self, entry):
+        if optax.__version__ == "0.2.6" and entry.kind != "optimizer":
+            self.skipTest("MultiSteps of Optax 0.2.6 wants updates in the parameters' dtype")
         multi = optax.MultiSteps(entry.make(), every_k_schedule=3)
         params, grads = entry.params("bfloat16"), entry.grads(0, "float32")
         state = jax.eval_shape(multi.init, params)
