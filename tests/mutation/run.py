@@ -233,6 +233,12 @@ def table(results: Mapping[str, Any]) -> str:
     missing = [m.name for m in MUTANTS if m.name not in results]
     if missing:
         raise SystemExit(f"expected a result of every mutant, none of {missing}: run them first.")
+    uncommitted = [m.name for m in MUTANTS if results[m.name]["commit"].endswith("+")]
+    if uncommitted:
+        raise SystemExit(
+            f"expected results of commits, got others of {uncommitted}: commit, and "
+            "run them `--again`."
+        )
     statuses = [results[m.name]["status"] for m in MUTANTS]
 
     def all_of(key: str) -> str:
@@ -249,7 +255,6 @@ def table(results: Mapping[str, Any]) -> str:
         "",
         f"Commit {all_of('commit')}; Python {all_of('python')}, JAX {all_of('jax')}, Optax "
         f"{all_of('optax')}.",
-        "A `+` after a commit: with changes that the next one has.",
         "",
     ]
     by_file: dict[str, list[Mutant]] = {}
