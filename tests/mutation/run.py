@@ -221,11 +221,12 @@ def load(path: pathlib.Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     results = json.loads(path.read_text())
-    return {
-        m.name: results[m.name]
-        for m in MUTANTS
-        if m.name in results and results[m.name]["digest"] == digest(m)
-    }
+
+    def holds(mutant: Mutant) -> bool:
+        result = results.get(mutant.name, {"status": "undecided"})
+        return result["status"] != "undecided" and result["digest"] == digest(mutant)
+
+    return {m.name: results[m.name] for m in MUTANTS if holds(m)}
 
 
 def table(results: Mapping[str, Any]) -> str:
