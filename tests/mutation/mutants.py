@@ -109,7 +109,10 @@ _LEAF: Final = (
         "gamma, b1 = precision.widen_scalar(gamma), precision.widen_scalar(b1)",
         "gamma, b1 = gamma, b1",
         "the coefficient of bfloat16 hyperparameters is computed in bfloat16",
-        (INJECT + "::test_coefficient_keeps_float32_accuracy_beside_half_precision_parameters",),
+        (
+            CORNERS
+            + "::GammaTest::test_a_coefficient_of_low_precision_numbers_is_not_rounded_to_it",
+        ),
     ),
     Mutant(
         "correction_sign",
@@ -256,7 +259,7 @@ _LEAF: Final = (
         "(a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5)",
         "(a / _SAFETY, b / _SAFETY, c / _SAFETY)",
         "the polynomials of Polar Express are divided by 1.01, not evaluated at x / 1.01",
-        (STACKS + "::SpectrumTest",),
+        (STACKS + "::SpectrumTest::test_polar_express_is_the_optimal_composition",),
     ),
     Mutant(
         "polar_digit",
@@ -264,7 +267,7 @@ _LEAF: Final = (
         "(3.3184196573706015, -2.488488024314874, 0.51004894012372)",
         "(3.3184196573706015, -2.488488024314874, 0.51040894012372)",
         "digits of a coefficient of Polar Express are exchanged",
-        (STACKS + "::SpectrumTest",),
+        (STACKS + "::SpectrumTest::test_polar_express_is_the_optimal_composition",),
     ),
     Mutant(
         "coefficients_exchanged",
@@ -424,7 +427,10 @@ _LEAF: Final = (
         "dtype = jnp.promote_types(x.dtype, jnp.float32)",
         "dtype = x.dtype",
         "hyperparameters in bfloat16 stay in it",
-        (INJECT + "::test_coefficient_keeps_float32_accuracy_beside_half_precision_parameters",),
+        (
+            CORNERS
+            + "::GammaTest::test_a_coefficient_of_low_precision_numbers_is_not_rounded_to_it",
+        ),
     ),
     Mutant(
         "numbers_in_float32",
@@ -516,7 +522,7 @@ _STATE: Final = (
         'return jnp.where(count == 0, 0.0, k) if self.first_step == "no_correction" else k',
         "return k",
         "`first_step` is without effect",
-        (MARS_1,),
+        (ISOLATION + "::ZeroTest::test_no_first_correction_leaves_the_first_gradient_as_it_is",),
     ),
     Mutant(
         "no_first_correction_twice",
@@ -951,7 +957,7 @@ _VARIANTS: Final = (
         'max_norm=None,\n        correction="none",',
         'max_norm=None,\n        correction="approx",',
         "vectors are corrected, too",
-        (MARS_1,),
+        (LION_4,),
     ),
     Mutant(
         "vector_eps_lost",
@@ -1052,10 +1058,7 @@ _VARIANTS: Final = (
         "        if total + size > LARGEST:\n",
         "        if total > LARGEST:\n",
         "stacks outgrow their bound",
-        (
-            STACKS
-            + "::BoundTest::test_no_product_is_larger_than_the_bound_and_results_are_the_same1",
-        ),
+        (STACKS + "::BoundTest::test_no_leaves_are_joined_beyond_the_bound",),
     ),
     Mutant(
         "padding_kept",
