@@ -799,6 +799,14 @@ _ASSEMBLY: Final = (
         (FUSED + "::test_parameters_and_moments_are_written_over_what_they_were",),
     ),
     Mutant(
+        "fused_over_gradient",
+        "run.py",
+        "aliases[0] = len(present) - 1",
+        "aliases[0] = 0",
+        "the fused step writes parameters over the gradient",
+        (FUSED + "::test_parameters_and_moments_are_written_over_what_they_were",),
+    ),
+    Mutant(
         "fused_scheduled_decay",
         "fused.py",
         "decay, inner_state = optax.add_decayed_weights(self.weight_decay).update(",
