@@ -33,7 +33,7 @@ from tests.mutation.mutants import EQUIVALENT, MUTANTS, Mutant
 
 ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 PAGE: Final = ROOT / "docs" / "mutation.md"
-RESULTS: Final = ROOT / "build" / "mutation.json"
+RESULTS: Final = ROOT / "tests" / "mutation" / "results.json"
 # Programs that a mutant does not change are compiled once for all mutants.
 PROGRAMS: Final = ROOT / "build" / "mutation_programs"
 EVERYTHING: Final = ("tests/parity", "tests/contract")
@@ -207,7 +207,8 @@ def provenance() -> dict[str, str]:
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "mars_optax", "tests")
+    itself = f":!{RESULTS.relative_to(ROOT)}"
+    changed = git("status", "--porcelain", "--", "mars_optax", "tests", itself)
     return {
         "commit": git("rev-parse", "--short=12", "HEAD") + ("+" if changed else ""),
         "python": platform.python_version(),
