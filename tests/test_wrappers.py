@@ -82,6 +82,13 @@ class CautiousTest(parameterized.TestCase):
         np.testing.assert_allclose(actual["a"], [4.0, 0.0, 0.0, 0.0], rtol=1e-6)
         np.testing.assert_allclose(actual["b"], direction["b"], rtol=1e-6)
 
+    @parameterized.parameters(("mean", 4.0), ("count", 2.0), ("none", 1.0))
+    def test_what_is_zero_agrees_with_nothing(self, rescale, factor):
+        direction = {"w": jnp.asarray([1.0, 1.0, 0.0, -1.0])}
+        grads = {"w": jnp.asarray([1.0, 0.0, 1.0, 1.0])}
+        actual = self._direction(rescale, direction, grads)
+        np.testing.assert_array_equal(actual["w"], [factor, 0.0, 0.0, 0.0])
+
     def test_complex_numbers_agree_within_a_right_angle(self):
         grads = {"w": jnp.asarray([1.0 + 0.0j, 1.0, 1.0, 1.0j])}
         direction = {"w": jnp.asarray([1.0 + 5.0j, -1.0 + 5.0j, 1.0 - 1.0j, 1.0 + 2.0j])}

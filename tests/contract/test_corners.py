@@ -41,6 +41,12 @@ class GammaTest(parameterized.TestCase):
         # c_2 = 1 + (1 - gamma)(1 - 2) = gamma
         np.testing.assert_allclose(c, float(jnp.bfloat16(0.001)), rtol=1e-3)
 
+    def test_a_coefficient_of_low_precision_numbers_is_not_rounded_to_it(self):
+        b1 = jnp.bfloat16(0.1)
+        tx = mars_optax.correct_gradients(gamma=1.0, b1=b1)
+        c, _ = tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
+        np.testing.assert_allclose(c, 1 + float(b1) / (1 - float(b1)), rtol=1e-6)
+
 
 class DerivativesTest(absltest.TestCase):
     def test_a_correction_of_zero_has_a_derivative_under_its_clip(self):

@@ -67,6 +67,13 @@ class ContainmentTest(parameterized.TestCase):
         for healthy in (0, 2):
             np.testing.assert_array_equal(two_steps(sick)[healthy], clean[healthy])
 
+    def test_a_leaf_with_a_nan_is_not_clipped(self):
+        # Even under a bound below 1, the norm that stands in for one that is no number.
+        tx = mars_optax.clip_by_leaf_norm(0.5)
+        grads = {"w": jnp.asarray([jnp.nan, 0.3, 4.0])}
+        clipped, _ = tx.update(grads, tx.init(grads))
+        np.testing.assert_array_equal(clipped["w"], grads["w"])
+
     def test_an_undeclared_stack_is_clipped_as_one(self):
         grads = {"w": jnp.ones((2, 3, 4)) * jnp.asarray([1.0, 100.0])[:, None, None]}
         together = mars_optax.clip_by_leaf_norm(1.0)

@@ -253,6 +253,13 @@ class BoundTest(parameterized.TestCase):
         equations = _equations(jax.make_jaxpr(fn)(leaves))
         return max(e.outvars[0].aval.size for e in equations if e.primitive.name == "dot_general")
 
+    def test_no_leaves_are_joined_beyond_the_bound(self):
+        names = ["wide", "tall", "wide"]
+        with _one_device(), mock.patch.object(stacks, "LARGEST", 2 * 12 * 20):
+            jaxpr = jax.make_jaxpr(_together(names, steps=1))([_leaf(name) for name in names])
+        joined = [e for e in _equations(jaxpr) if e.primitive.name == "concatenate"]
+        self.assertEqual([e.outvars[0].aval.size for e in joined], [2 * 12 * 20])
+
     def test_memory_is_a_few_stacks_however_many_steps(self):
         stack = 20 * 128 * 256 * 2
         axes = partition.matrix_at_rank_2(2)
@@ -376,6 +383,31 @@ _BOUNDS = {("quintic", 8): (0.68, 1.14), ("polar_express", 9): (0.99, 1.01)}
 
 
 class SpectrumTest(parameterized.TestCase):
+    def test_polar_express_is_the_optimal_composition(self):
+        """What makes the coefficients those of Amsel et al.: no table is compared.
+
+        On the interval that the polynomials before leave of [1e-3, 1], whose lower end counts as at
+        least 0.024 of the upper one, each has its extremes in turns at the ends and in between, and
+        the true ends come out at equal distances from 1.
+        """
+        low, high = 1e-3, 1.0
+        *table, last = newton_schulz.PRESETS["polar_express"]
+        self.assertLen(table, 7)
+        for i, (a, b, c) in enumerate(table):
+            # They are applied to x / 1.01, for the safety of rounding.
+            a, b, c = 1.01 * a, 1.01**3 * b, 1.01**5 * c
+            root = np.sqrt(9 * b**2 - 20 * a * c)
+            turns = np.sqrt((-3 * b + np.array([-root, root])) / (10 * c))
+            x = np.array([max(low, 0.02407327424182761 * high), *turns, high])
+            self.assertTrue(np.all(np.diff(x) > 0), i)
+            p = a * x + b * x**3 + c * x**5
+            np.testing.assert_allclose(p[[0, 1]], p[[2, 3]], rtol=1e-12, err_msg=f"{i}")
+            low = a * low + b * low**3 + c * low**5
+            high = 2 - low
+            np.testing.assert_allclose(p[3], high, rtol=1e-12, err_msg=f"{i}")
+        # In the limit 1 is where the polynomial and its first two derivatives are 1, 0 and 0.
+        self.assertEqual(last, (15 / 8, -10 / 8, 3 / 8))
+
     @parameterized.parameters(*_BOUNDS)
     def test_the_bounds_are_those_of_the_polynomial(self, preset: str, steps: int):
         low, high = _BOUNDS[preset, steps]

@@ -1,7 +1,7 @@
 """Types of state and updates: nothing drifts, whatever the dtypes of parameters and gradients.
 
 Covers eager calls, `lax.scan`, `lax.cond` and `lax.while_loop`, weak types, the dtypes of stored
-moments, and the dtype of what is returned.
+moments, the dtype of what is returned, and that it is rounded once.
 """
 
 import contextlib
@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from absl.testing import absltest, parameterized
 
+import mars_optax
 from tests import registry
 from tests.support import trees
 
@@ -140,6 +142,22 @@ class StateTypesTest(parameterized.TestCase):
         self.assertTrue(trees.all_finite(updates))
         for count in trees.fields(state, "count"):
             self.assertEqual(int(count), 2**31 - 1)
+
+    def test_64_bits_are_32_where_jax_has_no_more(self):
+        tx = mars_optax.scale_by_mars(mu_dtype="float64", nu_dtype="float64")
+        state = jax.eval_shape(tx.init, jnp.ones((2, 3)))
+        self.assertEqual((state.mu.dtype, state.nu.dtype), (jnp.float32, jnp.float32))
+
+    def test_an_update_in_bfloat16_is_that_in_float32_rounded_once(self):
+        tx = mars_optax.mars(0.3, weight_decay=0.1, mu_dtype="float32", prev_grad_dtype="float32")
+        rng = np.random.default_rng(0)
+        params, *grads = (jnp.asarray(rng.normal(size=(8, 8)), jnp.bfloat16) for _ in range(3))
+        wide_params = params.astype(jnp.float32)
+        state, wide_state = tx.init(params), tx.init(wide_params)
+        for gradient in grads:
+            updates, state = tx.update(gradient, state, params)
+            expected, wide_state = tx.update(gradient.astype(jnp.float32), wide_state, wide_params)
+            trees.assert_equal(updates, expected.astype(jnp.bfloat16))
 
 
 if __name__ == "__main__":

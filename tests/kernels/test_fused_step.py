@@ -150,6 +150,28 @@ class FusedStepTest(parameterized.TestCase):
         # Eight of the nine biases share one kernel, all else is left to XLA.
         self.assertEqual(str(jaxpr).count("name=mars_step"), 1)
 
+    def test_parameters_and_moments_are_written_over_what_they_were(self):
+        tx, kernels = (
+            mars_optax.mars(0.1, amsgrad=True, optimize_1d=True, implementation=implementation)
+            for implementation in ("xla", "pallas")
+        )
+        grads, params = {"x": jnp.full((2, 3), 0.5)}, {"x": jnp.ones((2, 3))}
+        _, state = tx.update(grads, tx.init(params), params)
+        seen: list[execute.Leaf] = []
+        run = execute.elementwise
+
+        def by_xla(fn: Any, leaves: Any, scalars: Any, implementation: Any) -> Any:
+            seen.extend(leaves)
+            return run(fn, leaves, scalars, "xla")
+
+        with mock.patch.object(execute, "elementwise", by_xla):
+            mars_optax.fused_step(kernels, grads, state, params)
+        (leaf,) = seen
+        (rule_state, *_) = state
+        fields = (rule_state.mu, rule_state.nu, rule_state.nu_max)
+        for out, tree in enumerate((params, *fields)):
+            np.testing.assert_array_equal(leaf.operands[leaf.aliases[out]], tree["x"])
+
     def test_by_default_it_is_two_calls_and_without_kernels(self):
         self.enter_context(mock.patch.object(execute, "kernels_pay", return_value=False))
         tx = make("mars")

@@ -148,5 +148,18 @@ class NewtonSchulzOracleTest(parameterized.TestCase):
                     goldens.assert_close(stack[i, :, j], one, rtol=0, atol=1e-11, what=f"{i}, {j}")
 
 
+class LowPrecisionTest(absltest.TestCase):
+    def test_the_norm_is_taken_before_the_cast(self):
+        x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+        actual = mars_optax.orthogonalize(x, steps=0, dtype="bfloat16", eps=0.0)
+        expected = jnp.asarray(x / np.linalg.norm(x), jnp.bfloat16)
+        np.testing.assert_array_equal(actual, expected.astype(jnp.float32))
+
+    def test_coefficients_are_not_rounded_to_the_dtype_of_the_iteration(self):
+        actual = mars_optax.orthogonalize(jnp.ones((1, 1)), steps=1, dtype="bfloat16", eps=0.0)
+        # 3.4445 - 4.7750 + 2.0315; of coefficients in bfloat16 it would be 0.6875.
+        self.assertEqual(float(actual[0, 0]), float(jnp.bfloat16(0.701)))
+
+
 if __name__ == "__main__":
     absltest.main()

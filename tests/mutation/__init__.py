@@ -1,0 +1,1 @@
+"""Which defects of the package the tests notice: `python -m tests.mutation.run`."""

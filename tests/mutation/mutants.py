@@ -1,0 +1,1236 @@
+"""The mutants: single defects of the package, each with the tests that should notice it."""
+
+import dataclasses
+from typing import Final
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One defect.
+
+    Attributes:
+      name: Short and unique.
+      file: Where, below `mars_optax/_src`.
+      old: What stands there, exactly once.
+      new: What stands there instead.
+      change: The defect, for the table.
+      tests: Files or tests, the quickest to notice it first.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    change: str
+    tests: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Equivalent:
+    """A change that nothing can notice, and why: it is not counted."""
+
+    file: str
+    change: str
+    reason: str
+
+
+_RANDOM: Final = "tests/parity/test_random_options.py::RandomOptionsTest::test_"
+# Seeds: 0 zeros, clip, eps 1e-3; 1 no_correction, vectors of their own, v of g; 2 AMSGrad, v of g,
+# rate by a schedule; 4 AMSGrad, v of c, a tight clip.
+MARS_0: Final = _RANDOM + "mars_equals_the_oracle0"
+MARS_1: Final = _RANDOM + "mars_equals_the_oracle1"
+MARS_2: Final = _RANDOM + "mars_equals_the_oracle2"
+MARS_4: Final = _RANDOM + "mars_equals_the_oracle4"
+LION_4: Final = _RANDOM + "lion_equals_the_oracle4"
+SHAMPOO_0: Final = _RANDOM + "shampoo_equals_the_oracle0"
+SHAMPOO_3: Final = _RANDOM + "shampoo_equals_the_oracle3"
+MARS_M_3: Final = _RANDOM + "mars_m_equals_the_oracle3"
+
+_CHAINS: Final = "tests/parity/test_chains.py"
+MARS_CHAIN: Final = _CHAINS + "::ChainTest::test_mars_is_correction_clip_and_adam_to_the_last_bit0"
+AXES: Final = "tests/parity/test_axes.py"
+NEWTON_SCHULZ: Final = "tests/parity/test_newton_schulz.py"
+FREE: Final = "tests/parity/test_memory_free.py::TrajectoryTest::test_it_is_that_of_the_stored_form"
+STORM: Final = "tests/parity/test_storm.py"
+EXACT: Final = "tests/parity/test_exact.py"
+ISOLATION: Final = "tests/contract/test_isolation.py"
+CORNERS: Final = "tests/contract/test_corners.py"
+STACKS: Final = "tests/contract/test_stacks.py"
+TREES: Final = "tests/contract/test_trees.py"
+TYPES: Final = "tests/contract/test_state_types.py::StateTypesTest"
+INJECT: Final = "tests/contract/test_inject.py::InjectTest"
+DONATION: Final = "tests/contract/test_donation.py::DonationTest"
+EXECUTE: Final = "tests/kernels/test_execute.py"
+FUSED: Final = "tests/kernels/test_fused_step.py::FusedStepTest"
+LOW: Final = "tests/test_low_precision.py"
+WRAPPERS: Final = "tests/test_wrappers.py"
+ROUNDING: Final = "tests/test_rounding.py"
+DIAGNOSE: Final = "tests/test_diagnose.py::ValueTest"
+TOOLS: Final = "tests/test_tools.py"
+
+_CORRECTED: Final = "c = grad if prev_grad is None else grad + coefficient * (grad - prev_grad)"
+_COEFFICIENT: Final = "return gamma * b1 / (1 - b1)"
+_QUINTIC: Final = '"quintic": ((3.4445, -4.7750, 2.0315),),'
+_NORM: Final = "norm = jnp.sqrt(jnp.where(is_positive, squares, 1))"
+_CLIPPED: Final = "return jnp.where(is_positive & (norm > max_norm), max_norm / norm, 1)"
+_SQUARED: Final = (
+    "squared = grad if nu_of_gradient else corrected_gradient(grad, prev_grad, coefficient, clip)"
+)
+_DIRECTION: Final = "return momentum / mu_correction / (jnp.sqrt(nu_hat) + eps), mu, nu, nu_max"
+
+_LEAF: Final = (
+    Mutant(
+        "coefficient_plus",
+        "leaf/correction.py",
+        _COEFFICIENT,
+        "return gamma * b1 / (1 + b1)",
+        "the coefficient is gamma b1 / (1 + b1)",
+        (MARS_0,),
+    ),
+    Mutant(
+        "coefficient_without_b1",
+        "leaf/correction.py",
+        _COEFFICIENT,
+        "return gamma / (1 - b1)",
+        "the coefficient is gamma / (1 - b1)",
+        (MARS_0,),
+    ),
+    Mutant(
+        "coefficient_without_gamma",
+        "leaf/correction.py",
+        _COEFFICIENT,
+        "return b1 / (1 - b1)",
+        "the coefficient is b1 / (1 - b1)",
+        (MARS_0,),
+    ),
+    Mutant(
+        "coefficient_narrow",
+        "leaf/correction.py",
+        "gamma, b1 = precision.widen_scalar(gamma), precision.widen_scalar(b1)",
+        "gamma, b1 = gamma, b1",
+        "the coefficient of bfloat16 hyperparameters is computed in bfloat16",
+        (
+            CORNERS
+            + "::GammaTest::test_a_coefficient_of_low_precision_numbers_is_not_rounded_to_it",
+        ),
+    ),
+    Mutant(
+        "correction_sign",
+        "leaf/correction.py",
+        _CORRECTED,
+        _CORRECTED.replace("grad + coeff", "grad - coeff"),
+        "the correction is subtracted",
+        (MARS_0,),
+    ),
+    Mutant(
+        "correction_from_previous",
+        "leaf/correction.py",
+        _CORRECTED,
+        _CORRECTED.replace("else grad +", "else prev_grad +"),
+        "the correction is added to the previous gradient",
+        (MARS_0,),
+    ),
+    Mutant(
+        "clip_not_applied",
+        "leaf/correction.py",
+        "return c if clip is None else c * clip",
+        "return c",
+        "the factor of the clip is not applied",
+        (MARS_0,),
+    ),
+    Mutant(
+        "squares_of_complex",
+        "leaf/clipping.py",
+        "jnp.sum(jnp.real(x * jnp.conj(x)), axis=axes",
+        "jnp.sum(jnp.real(x * x), axis=axes",
+        "the square of a complex entry instead of its modulus",
+        (TREES + "::ComplexTest::test_mars_uses_the_squared_modulus",),
+    ),
+    Mutant(
+        "clip_below",
+        "leaf/clipping.py",
+        _CLIPPED,
+        _CLIPPED.replace("norm > max_norm", "norm < max_norm"),
+        "what is below the bound is scaled up: max for min",
+        (MARS_0,),
+    ),
+    Mutant(
+        "clip_to_one",
+        "leaf/clipping.py",
+        _CLIPPED,
+        _CLIPPED.replace("max_norm / norm", "1 / norm"),
+        "norms above the bound are brought to 1",
+        (MARS_4,),
+    ),
+    Mutant(
+        "clip_without_root",
+        "leaf/clipping.py",
+        _NORM,
+        "norm = jnp.where(is_positive, squares, 1)",
+        "the squared norm is compared with the bound",
+        (MARS_0,),
+    ),
+    Mutant(
+        "clip_unguarded_root",
+        "leaf/clipping.py",
+        _NORM,
+        "norm = jnp.sqrt(squares)",
+        "the root has no guard at 0, where it has no derivative",
+        (CORNERS + "::DerivativesTest",),
+    ),
+    Mutant(
+        "clip_unguarded_nan",
+        "leaf/clipping.py",
+        _CLIPPED,
+        _CLIPPED.replace("is_positive & (norm > max_norm)", "norm > max_norm"),
+        "under a bound below 1 a NaN scales the other entries of its leaf",
+        (ISOLATION + "::ContainmentTest::test_a_leaf_with_a_nan_is_not_clipped",),
+    ),
+    Mutant(
+        "momentum_without_weight",
+        "leaf/momentum.py",
+        "mu = optax.tree.update_moment(c, mu, b1, 1)",
+        "mu = b1 * mu + c",
+        "the factor 1 - b1 of the momentum is lost",
+        (MARS_0,),
+    ),
+    Mutant(
+        "momentum_decay_exchanged",
+        "leaf/momentum.py",
+        "mu = optax.tree.update_moment(c, mu, b1, 1)",
+        "mu = optax.tree.update_moment(c, mu, 1 - b1, 1)",
+        "b1 and 1 - b1 are exchanged in the momentum",
+        (MARS_0,),
+    ),
+    Mutant(
+        "direction_of_gradient",
+        "leaf/momentum.py",
+        "return mu, mu",
+        "return c, mu",
+        "the direction is the corrected gradient, not its average",
+        (MARS_0,),
+    ),
+    Mutant(
+        "free_without_coefficient",
+        "leaf/momentum.py",
+        "(1 - b1) * (1 + coefficient) * grad",
+        "(1 - b1) * grad",
+        "the memory-free momentum lacks 1 + k",
+        (FREE + "0",),
+    ),
+    Mutant(
+        "free_sign",
+        "leaf/momentum.py",
+        "return momentum, momentum - next_gamma * grad",
+        "return momentum, momentum + next_gamma * grad",
+        "the memory-free buffer has gamma g with the wrong sign",
+        (FREE + "0",),
+    ),
+    Mutant(
+        "bias_correction_late",
+        "leaf/momentum.py",
+        "return jnp.subtract(1, decay**count)",
+        "return jnp.subtract(1, decay ** (count + 1))",
+        "bias corrections are one step ahead",
+        (MARS_0,),
+    ),
+    *(
+        Mutant(
+            f"quintic_{letter}",
+            "leaf/newton_schulz.py",
+            _QUINTIC,
+            _QUINTIC.replace(old, new),
+            f"digits of the coefficient {letter} of the quintic are exchanged",
+            (
+                NEWTON_SCHULZ + "::RecordedNewtonSchulzTest::test_float64_agrees_with_the_recorded_"
+                "result0",
+                MARS_M_3,
+            ),
+        )
+        for letter, old, new in (
+            ("a", "3.4445", "3.4454"),
+            ("b", "4.7750", "4.7570"),
+            ("c", "2.0315", "2.0351"),
+        )
+    ),
+    Mutant(
+        "polar_safety",
+        "leaf/newton_schulz.py",
+        "(a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5)",
+        "(a / _SAFETY, b / _SAFETY, c / _SAFETY)",
+        "the polynomials of Polar Express are divided by 1.01, not evaluated at x / 1.01",
+        (STACKS + "::SpectrumTest::test_polar_express_is_the_optimal_composition",),
+    ),
+    Mutant(
+        "polar_digit",
+        "leaf/newton_schulz.py",
+        "(3.3184196573706015, -2.488488024314874, 0.51004894012372)",
+        "(3.3184196573706015, -2.488488024314874, 0.51040894012372)",
+        "digits of a coefficient of Polar Express are exchanged",
+        (STACKS + "::SpectrumTest::test_polar_express_is_the_optimal_composition",),
+    ),
+    Mutant(
+        "coefficients_exchanged",
+        "leaf/newton_schulz.py",
+        "a, b, c = table[jnp.minimum(i, len(table) - 1)]",
+        "a, c, b = table[jnp.minimum(i, len(table) - 1)]",
+        "b and c are exchanged",
+        (MARS_M_3,),
+    ),
+    Mutant(
+        "coefficients_of_first_step",
+        "leaf/newton_schulz.py",
+        "a, b, c = table[jnp.minimum(i, len(table) - 1)]",
+        "a, b, c = table[0]",
+        "every step takes the coefficients of the first",
+        (NEWTON_SCHULZ + "::NewtonSchulzOracleTest",),
+    ),
+    Mutant(
+        "coefficients_narrow",
+        "leaf/newton_schulz.py",
+        "table = jnp.asarray(coeffs, precision.compute_dtype(x))",
+        "table = jnp.asarray(coeffs, x.dtype)",
+        "coefficients are rounded to the dtype of the iteration",
+        (NEWTON_SCHULZ + "::LowPrecisionTest",),
+    ),
+    Mutant(
+        "steps_one_less",
+        "leaf/newton_schulz.py",
+        "        for i in range(steps):\n            x = step(i, x)",
+        "        for i in range(steps - 1):\n            x = step(i, x)",
+        "one step too few",
+        (MARS_M_3,),
+    ),
+    Mutant(
+        "steps_of_loop_one_more",
+        "leaf/newton_schulz.py",
+        "jax.lax.fori_loop(0, steps, step, x)",
+        "jax.lax.fori_loop(0, steps + 1, step, x)",
+        "one step too many where they are a loop",
+        (STACKS + "::StepsTest",),
+    ),
+    Mutant(
+        "linear_everywhere",
+        "leaf/newton_schulz.py",
+        "polynomial = a * identity +",
+        "polynomial = a +",
+        "a is added to all entries of the polynomial, not to its diagonal",
+        (MARS_M_3,),
+    ),
+    Mutant(
+        "gram_of_complex",
+        "leaf/newton_schulz.py",
+        "gram = jnp.matmul(x, jnp.conj(jnp.swapaxes(x, -2, -1))",
+        "gram = jnp.matmul(x, (jnp.swapaxes(x, -2, -1))",
+        "X X^T for X X^H",
+        (TREES + "::ComplexTest",),
+    ),
+    Mutant(
+        "norm_narrow",
+        "leaf/newton_schulz.py",
+        "wide = precision.widen(x, real)",
+        "wide = x if jnp.iscomplexobj(x) else x.astype(precision.available(dtype))",
+        "the Frobenius norm is taken after the cast, in the dtype of the iteration",
+        (NEWTON_SCHULZ + "::LowPrecisionTest",),
+    ),
+    Mutant(
+        "norm_without_eps",
+        "leaf/newton_schulz.py",
+        "norm = norm + precision.widen_scalar(eps, real)",
+        "norm = norm + 0 * precision.widen_scalar(eps, real)",
+        "eps is not added to the Frobenius norm",
+        (NEWTON_SCHULZ + "::NewtonSchulzOracleTest",),
+    ),
+    Mutant(
+        "norm_unguarded_root",
+        "leaf/newton_schulz.py",
+        "jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))",
+        "jnp.sqrt(squares)",
+        "the root of the Frobenius norm has no guard at 0",
+        (CORNERS + "::DerivativesTest",),
+    ),
+    Mutant(
+        "norm_unguarded_division",
+        "leaf/newton_schulz.py",
+        "result = wide / jnp.where(norm > 0, norm, 1)",
+        "result = wide / norm",
+        "a matrix of zeros is divided by 0 where eps is 0",
+        (STACKS + "::IsolationTest::test_a_matrix_of_zeros_stays_one",),
+    ),
+    Mutant(
+        "spectral_orientation",
+        "leaf/newton_schulz.py",
+        "math.sqrt(max(1.0, fan_out / max(fan_in, 1)))",
+        "math.sqrt(max(1.0, fan_in / max(fan_out, 1)))",
+        "the factor of Shampoo is that of the transposed matrix",
+        (SHAMPOO_0,),
+    ),
+    Mutant(
+        "spectral_without_bound",
+        "leaf/newton_schulz.py",
+        "math.sqrt(max(1.0, fan_out / max(fan_in, 1)))",
+        "math.sqrt(fan_out / max(fan_in, 1))",
+        "the factor of Shampoo goes below 1",
+        (SHAMPOO_0,),
+    ),
+    Mutant(
+        "spectral_without_root",
+        "leaf/newton_schulz.py",
+        "math.sqrt(max(1.0, fan_out / max(fan_in, 1)))",
+        "max(1.0, fan_out / max(fan_in, 1))",
+        "the factor of Shampoo without its root",
+        (SHAMPOO_0,),
+    ),
+    Mutant(
+        "rms_of_smaller",
+        "leaf/newton_schulz.py",
+        "return 0.2 * math.sqrt(max(fan_in, fan_out))",
+        "return 0.2 * math.sqrt(min(fan_in, fan_out))",
+        "the factor of MARS-M takes the shorter side",
+        (MARS_M_3,),
+    ),
+    Mutant(
+        "compute_narrow",
+        "leaf/precision.py",
+        "jnp.result_type(jnp.float32, *(d for d in dtypes if d.itemsize > 1))",
+        "jnp.result_type(jnp.bfloat16, *(d for d in dtypes if d.itemsize > 1))",
+        "bfloat16 is computed in bfloat16",
+        (TYPES + "::test_stored_dtypes_are_the_documented_ones_mars",),
+    ),
+    Mutant(
+        "nu_narrow",
+        "leaf/precision.py",
+        "return compute_dtype(x) if dtype is None else available(dtype)",
+        "return _real_part(own) if dtype is None else available(dtype)",
+        "second moments are kept in the dtype of a bfloat16 parameter",
+        (TYPES + "::test_stored_dtypes_are_the_documented_ones_mars",),
+    ),
+    Mutant(
+        "mu_wide",
+        "leaf/precision.py",
+        "        return jnp.dtype(own)\n",
+        "        return compute_dtype(x)\n",
+        "first moments and previous gradients of bfloat16 parameters are kept in float32",
+        (TYPES + "::test_stored_dtypes_are_the_documented_ones_mars",),
+    ),
+    Mutant(
+        "storage_not_available",
+        "leaf/precision.py",
+        "return jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))",
+        "return jnp.dtype(dtype)",
+        "float64 is asked of a JAX that has none",
+        (TYPES + "::test_64_bits_are_32_where_jax_has_no_more",),
+    ),
+    Mutant(
+        "scalars_narrow",
+        "leaf/precision.py",
+        "dtype = jnp.promote_types(x.dtype, jnp.float32)",
+        "dtype = x.dtype",
+        "hyperparameters in bfloat16 stay in it",
+        (
+            CORNERS
+            + "::GammaTest::test_a_coefficient_of_low_precision_numbers_is_not_rounded_to_it",
+        ),
+    ),
+    Mutant(
+        "numbers_in_float32",
+        "leaf/precision.py",
+        "        return x\n    x = jnp.asarray(x)\n",
+        "        x = jnp.float32(x)\n    x = jnp.asarray(x)\n",
+        "Python numbers are rounded to float32",
+        (MARS_0,),
+    ),
+    Mutant(
+        "eight_bits_unused",
+        "leaf/quantization.py",
+        "scale = (largest / float(jnp.finfo(dtype).max)).astype(jnp.float32)",
+        "scale = largest.astype(jnp.float32)",
+        "8-bit buffers use the range to 1 only",
+        (LOW + "::ScaleTest",),
+    ),
+    Mutant(
+        "scale_of_leaf",
+        "leaf/quantization.py",
+        "largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True, initial=0) if x.ndim else",
+        "largest = jnp.broadcast_to(jnp.max(jnp.abs(wide), initial=0), shape) if x.ndim else",
+        "one scale for a whole leaf",
+        (LOW + "::ScaleTest",),
+    ),
+    Mutant(
+        "scale_of_zeros",
+        "leaf/quantization.py",
+        "scale = jnp.where(scale == 0, 1, scale)",
+        "scale = scale + 0",
+        "rows of zeros are divided by 0",
+        (LOW + "::ScaleTest::test_rows_of_zeros_stay_zeros0",),
+    ),
+)
+
+_STATE: Final = (
+    Mutant(
+        "previous_not_kept",
+        "previous.py",
+        "prev_grad, prev_grad_scale = copies(updates, like=state.prev_grad), None",
+        "prev_grad, prev_grad_scale = copies(state.prev_grad, like=state.prev_grad), None",
+        "the previous gradient is never replaced",
+        (MARS_0,),
+    ),
+    Mutant(
+        "previous_corrected",
+        "transformation.py",
+        "**source.advance(updates, state, params),",
+        "**source.advance(jax.tree.map(lambda g, p: g + source.coefficient(state.count) * (g - p), "
+        "updates, state.prev_grad) if mode == 'approx' else updates, state, params),",
+        "the state keeps the corrected gradient, not the gradient",
+        (MARS_0,),
+    ),
+    Mutant(
+        "previous_corrected_link",
+        "links.py",
+        "**source.advance(updates, state, params),",
+        "**source.advance(corrected, state, params),",
+        "the link keeps the corrected gradient, not the gradient",
+        (MARS_CHAIN,),
+    ),
+    Mutant(
+        "previous_params_not_kept",
+        "previous.py",
+        '"prev_params": copies(params, like=state.prev_params),',
+        '"prev_params": copies(state.prev_params, like=state.prev_params),',
+        "exact mode evaluates at the initial parameters for ever",
+        (EXACT + "::OracleTest",),
+    ),
+    Mutant(
+        "previous_params_of_optimizer_not_kept",
+        "assembly.py",
+        "prev_params = previous.copies(params, like=state.prev_params)",
+        "prev_params = previous.copies(state.prev_params, like=state.prev_params)",
+        "the same where matrices and vectors have different rules",
+        (EXACT + "::OracleTest",),
+    ),
+    Mutant(
+        "exact_first_step",
+        "previous.py",
+        "lambda g: jnp.where(state.count == 0, 0, g), prev_grad",
+        "lambda g: g, prev_grad",
+        "exact mode has no zeros before the first step",
+        (EXACT + "::OracleTest",),
+    ),
+    Mutant(
+        "no_first_correction_lost",
+        "previous.py",
+        'return jnp.where(count == 0, 0.0, k) if self.first_step == "no_correction" else k',
+        "return k",
+        "`first_step` is without effect",
+        (ISOLATION + "::ZeroTest::test_no_first_correction_leaves_the_first_gradient_as_it_is",),
+    ),
+    Mutant(
+        "no_first_correction_twice",
+        "previous.py",
+        "return jnp.where(count == 0, 0.0, k) if",
+        "return jnp.where(count <= 1, 0.0, k) if",
+        "the second step has no correction either",
+        (MARS_1,),
+    ),
+    Mutant(
+        "copies_by_reference",
+        "previous.py",
+        "jnp.array(x, dtype=jnp.result_type(y), copy=True)",
+        "jnp.asarray(x, dtype=jnp.result_type(y))",
+        "the state shares the buffer of an eager gradient",
+        (DONATION + "::test_an_eager_update_shares_no_buffer_with_its_arguments_mars",),
+    ),
+    Mutant(
+        "gamma_of_next_step",
+        "transformation.py",
+        "coefficient=source.coefficient(state.count),",
+        "coefficient=source.coefficient(count),",
+        "a schedule of gamma is read one step ahead",
+        (MARS_0,),
+    ),
+    Mutant(
+        "gamma_of_next_step_link",
+        "links.py",
+        "coefficient = source.coefficient(state.count)\n",
+        "coefficient = source.coefficient(state.count + 1)\n",
+        "the same in the link",
+        (_CHAINS + "::ChainTest",),
+    ),
+    Mutant(
+        "free_gamma_of_this_step",
+        "transformation.py",
+        '{"next_gamma": source.gamma_at(count)}',
+        '{"next_gamma": source.gamma_at(state.count)}',
+        "the memory-free form reads gamma of this step, not of the next",
+        (CORNERS + "::GammaTest",),
+    ),
+    Mutant(
+        "count_overflows",
+        "transformation.py",
+        "count = optax.safe_increment(state.count)",
+        "count = state.count + 1",
+        "the count overflows",
+        (TYPES + "::test_count_saturates_mars",),
+    ),
+    Mutant(
+        "count_starts_at_zero",
+        "transformation.py",
+        "**scalars(count),",
+        "**scalars(state.count),",
+        "bias corrections count from 0",
+        (MARS_0,),
+    ),
+    Mutant(
+        "clip_of_leaf",
+        "run.py",
+        "return clipping.squares(c, leaf_axes.of_one_norm)",
+        "return clipping.squares(c, tuple(range(c.ndim)))",
+        "a stack is clipped as one matrix",
+        (AXES + "::BatchAxesTest::test_slices_of_a_stack_move_as_the_single_layers0",),
+    ),
+    Mutant(
+        "clip_of_tree",
+        "run.py",
+        "    squares = [squares_of(*row) for row in table]\n",
+        "    squares = [squares_of(*row) for row in table]\n"
+        "    squares = [sum(jnp.sum(y) for y in squares) + 0 * x for x in squares]\n",
+        "all leaves are clipped together",
+        (MARS_0,),
+    ),
+    Mutant(
+        "clip_of_leaf_link",
+        "links.py",
+        "squares = [clipping.squares(x, a.of_one_norm) for x, a in trees.rows((wide, axes))]",
+        "squares = [clipping.squares(x, tuple(range(x.ndim))) for x in jax.tree.leaves(wide)]",
+        "the link clips a stack as one matrix",
+        (ISOLATION + "::ContainmentTest::test_an_undeclared_stack_is_clipped_as_one",),
+    ),
+    Mutant(
+        "clip_of_gradient",
+        "run.py",
+        "c = correction.corrected_gradient(precision.widen(grad, dtype), wide_prev, k)",
+        "c = correction.corrected_gradient(precision.widen(grad, dtype), None, k)",
+        "the norm is that of the gradient, not of the corrected one",
+        (MARS_0,),
+    ),
+    Mutant(
+        "not_narrowed",
+        "run.py",
+        "lambda x, y: x.astype(jnp.result_type(y)), tree, like",
+        "lambda x, y: x, tree, like",
+        "updates of bfloat16 parameters are float32",
+        (TYPES + "::test_types_are_a_fixed_point_of_update_for_all_dtypes_mars",),
+    ),
+    Mutant(
+        "sums_over_devices",
+        "manual.py",
+        "total = jax.lax.psum(flat, axes)",
+        "total = jax.lax.pmax(flat, axes)",
+        "inside a shard_map a norm is that of the largest part",
+        (
+            "tests/contract/test_shard_map.py::ShardMapTest::test_with_specs_it_is_the_global_result0",
+        ),
+    ),
+    Mutant(
+        "part_of_first_device",
+        "manual.py",
+        "start = jax.lax.axis_index(axes) * size",
+        "start = 0 * jax.lax.axis_index(axes) * size",
+        "inside a shard_map every device takes the first part of a direction",
+        ("tests/contract/test_shard_map.py::ShardMapTest",),
+    ),
+)
+
+_CHAIN: Final = (
+    "            optax.add_decayed_weights(self.weight_decay, decay_mask),\n"
+    "            optax.scale_by_learning_rate(self.learning_rate),\n"
+)
+_FANS: Final = (
+    "            math.prod(shape[i] for i in self.reduction),\n"
+    "            math.prod(shape[i] for i in self.output),\n"
+)
+
+_ASSEMBLY: Final = (
+    Mutant(
+        "decay_after_rate",
+        "fused.py",
+        _CHAIN,
+        "            optax.scale_by_learning_rate(self.learning_rate),\n"
+        "            optax.add_decayed_weights(self.weight_decay, decay_mask),\n",
+        "decay is not multiplied by the learning rate, and its sign is wrong",
+        (MARS_1,),
+    ),
+    Mutant(
+        "decay_in_gradient",
+        "fused.py",
+        "            self.rule,\n" + _CHAIN,
+        "            optax.add_decayed_weights(self.weight_decay, decay_mask),\n"
+        "            self.rule,\n"
+        "            optax.scale_by_learning_rate(self.learning_rate),\n",
+        "decay is part of the gradient: L2 regularization",
+        (MARS_1,),
+    ),
+    Mutant(
+        "mask_lost",
+        "assembly.py",
+        "chain.link(decay_mask_for(tree))",
+        "chain.link(None)",
+        "the mask of the decay is without effect",
+        ("tests/contract/test_wrappers.py::SubsetTest::test_decay_mask_is_the_one_of_adamw",),
+    ),
+    Mutant(
+        "vector_rate_lost",
+        "assembly.py",
+        "vectors = fused.Chain(vector, learning_rate_1d, weight_decay_1d)",
+        "vectors = fused.Chain(vector, learning_rate, weight_decay_1d)",
+        "`learning_rate_1d` is without effect",
+        (MARS_1,),
+    ),
+    Mutant(
+        "vector_decay_lost",
+        "assembly.py",
+        "vectors = fused.Chain(vector, learning_rate_1d, weight_decay_1d)",
+        "vectors = fused.Chain(vector, learning_rate_1d, weight_decay)",
+        "`weight_decay_1d` is without effect",
+        (LION_4,),
+    ),
+    Mutant(
+        "decay_narrow",
+        "assembly.py",
+        "wide_params = jax.tree.map(precision.widen, like)",
+        "wide_params = like",
+        "the decay of bfloat16 parameters is computed in bfloat16",
+        (TYPES + "::test_an_update_in_bfloat16_is_that_in_float32_rounded_once",),
+    ),
+    Mutant(
+        "direction_narrow",
+        "assembly.py",
+        "wide_updates = jax.tree.map(precision.widen, updates)",
+        "wide_updates = updates",
+        "the direction of a bfloat16 gradient is rounded before decay and rate",
+        (TYPES + "::test_an_update_in_bfloat16_is_that_in_float32_rounded_once",),
+    ),
+    Mutant(
+        "axes_exchanged",
+        "partition.py",
+        "return Axes(tuple(range(ndim - 1)), (ndim - 1,), ())",
+        "return Axes((ndim - 1,), tuple(range(ndim - 1)), ())",
+        "a kernel is taken for (out, in)",
+        (SHAMPOO_0,),
+    ),
+    Mutant(
+        "rank_from_two",
+        "partition.py",
+        "return matrix_from_rank_2(ndim) if ndim == 2 else vector_axes(ndim)",
+        "return matrix_from_rank_2(ndim)",
+        "matrix variants take leaves of rank 3 for matrices",
+        (SHAMPOO_0,),
+    ),
+    Mutant(
+        "rank_exactly_two",
+        "partition.py",
+        "    if ndim < 2:\n        return vector_axes(ndim)\n    return Axes(",
+        "    if ndim != 2:\n        return vector_axes(ndim)\n    return Axes(",
+        "MARS-AdamW and MARS-Lion take leaves of rank 3 for vectors",
+        (MARS_1,),
+    ),
+    Mutant(
+        "norm_of_rows",
+        "partition.py",
+        "return self.reduction + self.output if self.is_matrix else self.batch",
+        "return self.output if self.is_matrix else self.batch",
+        "every row of a matrix is clipped on its own",
+        (MARS_0,),
+    ),
+    Mutant(
+        "stack_permutation",
+        "partition.py",
+        "jnp.transpose(unflattened, sorted(range(len(order)), key=order.__getitem__))",
+        "jnp.transpose(unflattened, order)",
+        "axes of a stack go back by the permutation itself, not by its inverse",
+        (AXES + "::BatchAxesTest",),
+    ),
+    Mutant(
+        "negative_axes",
+        "partition.py",
+        "return tuple(int(i) % ndim for i in sequence)",
+        "return tuple(int(i) for i in sequence)",
+        "negative axes stay negative",
+        (AXES + "::BatchAxesTest",),
+    ),
+    Mutant(
+        "patterns_at_start",
+        "partition.py",
+        "                if pattern.search(path):\n",
+        "                if pattern.match(path):\n",
+        "rules by name match the start of a path only",
+        (TOOLS + "::DimensionNumbersByPathTest",),
+    ),
+    Mutant(
+        "fused_mask_lost",
+        "run.py",
+        "scale, decay if decays else None)\n            return direction",
+        "scale, decay)\n            return direction",
+        "the fused step decays what the mask leaves out",
+        (FUSED + "::test_kernels_make_the_parameters_and_state_of_two_calls7",),
+    ),
+    Mutant(
+        "fused_decay_sign",
+        "run.py",
+        "direction = direction + decay * wide",
+        "direction = direction - decay * wide",
+        "the fused step decays with the wrong sign",
+        (FUSED + "::test_kernels_make_the_parameters_and_state_of_two_calls8",),
+    ),
+    Mutant(
+        "fused_update_wide",
+        "run.py",
+        "update = (scale * direction).astype(param.dtype)",
+        "update = scale * direction",
+        "the fused step does not round the update of a bfloat16 parameter",
+        (FUSED + "::test_bfloat16_parameters_are_rounded_as_by_two_calls",),
+    ),
+    Mutant(
+        "fused_other_buffer",
+        "run.py",
+        "begin = 1 + has_prev\n",
+        "begin = 1\n",
+        "the fused step writes moments over the previous gradient",
+        (FUSED + "::test_parameters_and_moments_are_written_over_what_they_were",),
+    ),
+    Mutant(
+        "fused_over_gradient",
+        "run.py",
+        "aliases[0] = len(present) - 1",
+        "aliases[0] = 0",
+        "the fused step writes parameters over the gradient",
+        (FUSED + "::test_parameters_and_moments_are_written_over_what_they_were",),
+    ),
+    Mutant(
+        "fused_scheduled_decay",
+        "fused.py",
+        "decay, inner_state = optax.add_decayed_weights(self.weight_decay).update(",
+        "decay, _ = optax.add_decayed_weights(self.weight_decay).update(",
+        "the fused step does not advance a schedule of the decay",
+        (FUSED + "::test_kernels_make_the_parameters_and_state_of_two_calls3",),
+    ),
+    Mutant(
+        "tail_not_written",
+        "kernels/execute.py",
+        "            if tiles.rest:\n                output = tuple(",
+        "            if False:\n                output = tuple(",
+        "what fills no block keeps its old value",
+        (EXECUTE + "::DefectsTest::test_the_tail_is_written",),
+    ),
+    Mutant(
+        "factor_of_other_row",
+        "kernels/execute.py",
+        "return self.factor.size if math.prod(shape[:leading]) == self.factor.size else None",
+        "return self.factor.size",
+        "matrices that are not contiguous get each other's factors",
+        (EXECUTE + "::KernelsTest::test_any_shape_and_factor",),
+    ),
+    Mutant(
+        "factor_of_first_row",
+        "kernels/mosaic_gpu.py",
+        "factor = mine[n_operands][row] if has_factor else None",
+        "factor = mine[n_operands][0] if has_factor else None",
+        "a kernel takes the factor of the first matrix for all",
+        (EXECUTE + "::KernelsTest::test_any_shape_and_factor",),
+    ),
+    Mutant(
+        "rest_of_every_row",
+        "kernels/tiling.py",
+        "(rows == 1 and (64 * rest <= length or block == WARPGROUP))",
+        "(64 * rest <= length or block == WARPGROUP)",
+        "rows of a leaf may end within a block",
+        (EXECUTE + "::TilingTest",),
+    ),
+    Mutant(
+        "groups_of_one",
+        "kernels/tiling.py",
+        "length = GROUP if sizes[indices[0]] <= SMALL else 1",
+        "length = 1",
+        "small leaves do not share calls",
+        (EXECUTE + "::TilingTest",),
+    ),
+)
+
+_CORRECTION_CLIP: Final = (
+    "lambda x: x * precision.widen_scalar(factor, precision.compute_dtype(x)),"
+)
+
+_VARIANTS: Final = (
+    Mutant(
+        "nu_of_gradient_always",
+        "variants/adamw.py",
+        _SQUARED,
+        "squared = grad",
+        "v averages the squares of g where those of c are due",
+        (MARS_0,),
+    ),
+    Mutant(
+        "nu_of_corrected_always",
+        "variants/adamw.py",
+        _SQUARED,
+        "squared = corrected_gradient(grad, prev_grad, coefficient, clip)",
+        "v averages the squares of c where those of g are due",
+        (MARS_1,),
+    ),
+    Mutant(
+        "nu_unclipped",
+        "variants/adamw.py",
+        _SQUARED,
+        _SQUARED.replace("coefficient, clip)", "coefficient)"),
+        "v averages the squares of c before the clip",
+        (MARS_0,),
+    ),
+    Mutant(
+        "nu_with_b1",
+        "variants/adamw.py",
+        "nu = optax.tree.update_moment_per_elem_norm(squared, nu, b2, 2)",
+        "nu = optax.tree.update_moment_per_elem_norm(squared, nu, b1, 2)",
+        "v decays by b1",
+        (MARS_0,),
+    ),
+    Mutant(
+        "amsgrad_minimum",
+        "variants/adamw.py",
+        "nu_max = jnp.maximum(nu_max, nu)",
+        "nu_max = jnp.minimum(nu_max, nu)",
+        "AMSGrad keeps the smallest v",
+        (MARS_2,),
+    ),
+    Mutant(
+        "amsgrad_corrected",
+        "variants/adamw.py",
+        "nu_max = jnp.maximum(nu_max, nu)\n"
+        "    nu_hat = (nu if nu_max is None else nu_max) / nu_correction",
+        "nu_max = jnp.maximum(nu_max, nu / nu_correction)\n"
+        "    nu_hat = nu / nu_correction if nu_max is None else nu_max",
+        "AMSGrad takes the maximum after bias correction, as Optax has it",
+        (MARS_2,),
+    ),
+    Mutant(
+        "amsgrad_unused",
+        "variants/adamw.py",
+        "nu_hat = (nu if nu_max is None else nu_max) / nu_correction",
+        "nu_hat = nu / nu_correction",
+        "AMSGrad keeps its maximum and does not use it",
+        (MARS_2,),
+    ),
+    Mutant(
+        "eps_in_root",
+        "variants/adamw.py",
+        _DIRECTION,
+        _DIRECTION.replace("(jnp.sqrt(nu_hat) + eps)", "jnp.sqrt(nu_hat + eps)"),
+        "eps is added inside the root",
+        (MARS_0,),
+    ),
+    Mutant(
+        "eps_before_correction",
+        "variants/adamw.py",
+        _DIRECTION,
+        _DIRECTION.replace("+ eps)", "+ eps / jnp.sqrt(nu_correction))"),
+        "eps is added before bias correction",
+        (MARS_0,),
+    ),
+    Mutant(
+        "mu_uncorrected",
+        "variants/adamw.py",
+        _DIRECTION,
+        _DIRECTION.replace("momentum / mu_correction /", "momentum /"),
+        "the momentum has no bias correction",
+        (MARS_0,),
+    ),
+    Mutant(
+        "nu_corrected_by_b1",
+        "variants/adamw.py",
+        '"nu_correction": bias_correction(precision.widen_scalar(b2), count),',
+        '"nu_correction": bias_correction(precision.widen_scalar(b1), count),',
+        "the bias correction of v is that of the momentum",
+        (MARS_0,),
+    ),
+    Mutant(
+        "vector_decay_rates_exchanged",
+        "variants/adamw.py",
+        "        b1_1d,\n        b2_1d,\n        eps_1d,\n",
+        "        b2_1d,\n        b1_1d,\n        eps_1d,\n",
+        "b1_1d and b2_1d are exchanged",
+        (MARS_1,),
+    ),
+    Mutant(
+        "vectors_corrected",
+        "variants/adamw.py",
+        'max_norm=None,\n        correction="none",',
+        'max_norm=None,\n        correction="approx",',
+        "vectors are corrected, too",
+        (LION_4,),
+    ),
+    Mutant(
+        "vector_eps_lost",
+        "variants/adamw.py",
+        "eps if eps_1d is None else eps_1d,",
+        "eps,",
+        "`eps_1d` is without effect",
+        (MARS_1,),
+    ),
+    Mutant(
+        "optimize_1d_inverted",
+        "variants/adamw.py",
+        "None if optimize_1d else lambda correction: vector_rule,",
+        "lambda correction: vector_rule if optimize_1d else None,",
+        "`optimize_1d` is without effect",
+        (MARS_0,),
+    ),
+    Mutant(
+        "lion_of_gradient",
+        "variants/lion.py",
+        "return jnp.sign(momentum), mu",
+        "return jnp.sign(arrays[0]), mu",
+        "Lion takes the sign of the gradient",
+        (LION_4,),
+    ),
+    Mutant(
+        "lion_of_buffer",
+        "variants/lion.py",
+        "return jnp.sign(momentum), mu",
+        "return jnp.sign(mu), mu",
+        "memory-free Lion takes the sign of its buffer",
+        (FREE + "1",),
+    ),
+    Mutant(
+        "lion_without_sign",
+        "variants/lion.py",
+        "return jnp.sign(momentum), mu",
+        "return momentum, mu",
+        "Lion without its sign",
+        (LION_4,),
+    ),
+    Mutant(
+        "shampoo_divisor",
+        "variants/shampoo.py",
+        "divisor=1 - precision.widen_scalar(b1)",
+        "divisor=None",
+        "Shampoo does not divide the momentum by 1 - b1",
+        (SHAMPOO_3,),
+    ),
+    Mutant(
+        "shampoo_eps",
+        "variants/shampoo.py",
+        "        eps=eps,\n",
+        "        eps=1e-8,\n",
+        "`eps` of Shampoo is without effect",
+        (SHAMPOO_3,),
+    ),
+    Mutant(
+        "mars_m_factor",
+        "variants/mars_m.py",
+        "matrix_directions=orthogonalize.matrix_directions(iteration, newton_schulz.rms_factor),",
+        "matrix_directions=orthogonalize.matrix_directions("
+        "iteration, newton_schulz.spectral_factor),",
+        "MARS-M has the factor of Shampoo",
+        (MARS_M_3,),
+    ),
+    Mutant(
+        "factor_orientation",
+        "orthogonalize.py",
+        "y * factor(*a.fans(y.shape))",
+        "y * factor(*reversed(a.fans(y.shape)))",
+        "factors get (out, in)",
+        (SHAMPOO_0,),
+    ),
+    Mutant(
+        "norm_of_stack",
+        "orthogonalize.py",
+        "return newton_schulz.normalized(x, axes.of_one_norm, eps=self.eps, dtype=self.dtype)",
+        "return newton_schulz.normalized(x, tuple(range(x.ndim)), eps=self.eps, dtype=self.dtype)",
+        "one Frobenius norm for a whole stack",
+        (
+            NEWTON_SCHULZ
+            + "::NewtonSchulzOracleTest::test_one_call_on_a_stack_treats_its_matrices_"
+            "apart",
+        ),
+    ),
+    Mutant(
+        "long_side_squared",
+        "stacks.py",
+        "return jnp.swapaxes(stack, 1, 2) if stack.shape[1] > stack.shape[2] else stack",
+        "return jnp.swapaxes(stack, 1, 2) if stack.shape[1] < stack.shape[2] else stack",
+        "the Gram matrix is that of the long side",
+        (STACKS + "::BoundTest",),
+    ),
+    Mutant(
+        "stacks_unbounded",
+        "stacks.py",
+        "        if total + size > LARGEST:\n",
+        "        if total > LARGEST:\n",
+        "stacks outgrow their bound",
+        (STACKS + "::BoundTest::test_no_leaves_are_joined_beyond_the_bound",),
+    ),
+    Mutant(
+        "padding_kept",
+        "spread.py",
+        "    for place in reversed(path[:-1]):\n"
+        "        result = _reshard(result, _spec(place))\n"
+        "    return result[: stack.shape[0]] if missing else result",
+        "    for place in reversed(path[:-1]):\n"
+        "        result = _reshard(result, _spec(place))\n"
+        "    return result[missing :] if missing else result",
+        "the padding of a stack is taken for its first matrices",
+        ("tests/contract/test_stacks_on_meshes.py",),
+    ),
+    Mutant(
+        "storm_coefficient",
+        "links.py",
+        "jnp.where(state.count == 0, 0.0, 1 - source.gamma_at(state.count))",
+        "jnp.where(state.count == 0, 0.0, source.gamma_at(state.count))",
+        "STORM takes gamma for 1 - gamma",
+        (STORM + "::EstimatorTest",),
+    ),
+    Mutant(
+        "storm_first_step",
+        "links.py",
+        "jnp.where(state.count == 0, 0.0, 1 - source.gamma_at(state.count))",
+        "1 - source.gamma_at(state.count)",
+        "the first estimate of STORM is gamma g",
+        (STORM + "::EstimatorTest",),
+    ),
+    Mutant(
+        "storm_keeps_gradient",
+        "links.py",
+        "prev_corrected=previous.copies(corrected, like=state.prev_corrected),",
+        "prev_corrected=previous.copies(updates, like=state.prev_corrected),",
+        "STORM keeps the gradient, not its estimate",
+        (STORM + "::EstimatorTest",),
+    ),
+    Mutant(
+        "storm_nesterov_correction",
+        "variants/storm.py",
+        "b1 * (mu / next_mu_correction)",
+        "b1 * (mu / mu_correction)",
+        "Nesterov momentum has the bias correction of this step",
+        (STORM + "::AdamWTest",),
+    ),
+    Mutant(
+        "correction_clip_of_leaf",
+        "links.py",
+        _CORRECTION_CLIP,
+        "lambda x: x * clipping.factor_of_squares(jnp.sum(x * x), correction_clip),",
+        "`correction_clip` bounds every leaf on its own",
+        (STORM + "::EstimatorTest",),
+    ),
+    Mutant(
+        "cautious_zero_agrees",
+        "wrappers.py",
+        "(jnp.real(u * jnp.conj(g)) > 0)",
+        "(jnp.real(u * jnp.conj(g)) >= 0)",
+        "an entry without gradient agrees with any direction",
+        (WRAPPERS + "::CautiousTest",),
+    ),
+    Mutant(
+        "cautious_without_floor",
+        "wrappers.py",
+        "agrees /= jnp.maximum(jnp.mean(agrees), 1e-3) if agrees.size else 1",
+        "agrees /= jnp.mean(agrees) if agrees.size else 1",
+        "the cautious scale has no floor",
+        (WRAPPERS + "::CautiousTest",),
+    ),
+    Mutant(
+        "cautious_count",
+        "wrappers.py",
+        "agrees *= agrees.size / (jnp.sum(agrees) + 1)",
+        "agrees *= agrees.size / jnp.maximum(jnp.sum(agrees), 1)",
+        "the cautious scale by count lacks its + 1",
+        (WRAPPERS + "::CautiousTest",),
+    ),
+    Mutant(
+        "absent_by_entry",
+        "wrappers.py",
+        "absent = {path: jnp.all(grad == 0) for path, grad in flat}",
+        "absent = {path: jnp.any(grad == 0) for path, grad in flat}",
+        "one entry of 0 makes a gradient absent",
+        (WRAPPERS + "::IgnoreAbsentGradientsTest",),
+    ),
+    Mutant(
+        "absent_forgets",
+        "wrappers.py",
+        "lambda node: choose(node, next(remaining)), new_state",
+        "lambda node: node, new_state",
+        "an absent leaf forgets its last gradient",
+        (WRAPPERS + "::IgnoreAbsentGradientsTest",),
+    ),
+    Mutant(
+        "rounding_by_a_coin",
+        "rounding.py",
+        "(odds * step < jnp.abs(rest))",
+        "(odds < 0.5) & (rest != 0)",
+        "stochastic rounding goes either way with the same odds",
+        (ROUNDING,),
+    ),
+    Mutant(
+        "rounding_away",
+        "rounding.py",
+        "jnp.where(rest < 0, -largest, largest)",
+        "jnp.where(rest < 0, largest, -largest)",
+        "stochastic rounding goes to the neighbour on the other side",
+        (ROUNDING,),
+    ),
+    Mutant(
+        "rounding_one_key",
+        "rounding.py",
+        "list(jax.random.split(key, leaves))",
+        "[key] * leaves",
+        "all leaves are rounded by the same numbers",
+        (ROUNDING,),
+    ),
+    Mutant(
+        "rounding_of_rounded",
+        "rounding.py",
+        "total = precision.widen(param) + precision.widen(update)",
+        "total = precision.widen(param + update)",
+        "the sum is rounded before it is rounded stochastically",
+        (ROUNDING,),
+    ),
+    Mutant(
+        "diagnose_gamma",
+        "diagnose.py",
+        "value = gamma(node.count) if callable(gamma) else gamma",
+        "value = gamma(node.count + 1) if callable(gamma) else gamma",
+        "`diagnose` reads a schedule of gamma one step ahead",
+        (DIAGNOSE + "::test_a_scheduled_gamma_is_taken_at_the_count_of_the_state",),
+    ),
+    Mutant(
+        "diagnose_norm",
+        "diagnose.py",
+        "squares = _inner(g + added, g + added)",
+        "squares = _inner(g, g)",
+        "`diagnose` takes the gradient for the corrected one",
+        (DIAGNOSE,),
+    ),
+)
+
+MUTANTS: Final = (*_LEAF, *_STATE, *_ASSEMBLY, *_VARIANTS)
+
+EQUIVALENT: Final = (
+    Equivalent(
+        "leaf/clipping.py",
+        "`norm >= max_norm` for `norm > max_norm`",
+        "at the bound itself the factor is 1 either way",
+    ),
+    Equivalent(
+        "fused.py",
+        "a decay of 0 is multiplied and added like any other",
+        "0 times a finite parameter is 0: it only costs time",
+    ),
+    Equivalent(
+        "leaf/newton_schulz.py",
+        "products of the polynomial in another order",
+        "the same in exact arithmetic; the recorded references differ in it, and both are followed",
+    ),
+    Equivalent(
+        "kernels/tiling.py",
+        "another bound on the rest of a leaf",
+        "which part is a block and which is the rest changes no value",
+    ),
+)
