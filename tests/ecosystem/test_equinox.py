@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from optax.contrib import MuonDimensionNumbers
 
@@ -129,6 +130,7 @@ class EquinoxTest(parameterized.TestCase):
             },
         )
 
+    @pytest.mark.slow
     def test_stacked_modules_have_a_batch_axis(self):
         keys = jax.random.split(jax.random.key(0), 3)
         layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 2, key=key))(keys)

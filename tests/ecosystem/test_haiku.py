@@ -4,6 +4,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from optax.contrib import MuonDimensionNumbers
 
@@ -69,6 +70,7 @@ class HaikuTest(parameterized.TestCase):
         matrices = [leaf.path for leaf in report.leaves if leaf.rule == "matrix"]
         self.assertEqual(matrices, ["mlp/~/first/w"])
 
+    @pytest.mark.slow
     def test_a_layer_stack_with_declared_axes_is_its_layers(self):
         def net(x):
             layer = hk.experimental.layer_stack(3)(lambda h: jnp.tanh(hk.Linear(4, name="in")(h)))
