@@ -1,6 +1,7 @@
 """The plain loop: a small network on a dict of arrays, which every framework is held to."""
 
 import functools
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,11 @@ def train(
 def trained(name: str, **kwargs: Any) -> tuple[Any, Any]:
     """What `train` makes of the network: compiled once for all tests of a process."""
     return train(optimizer(name, **kwargs), params())
+
+
+def page() -> str:
+    """The page that tells users what is tested here."""
+    return (pathlib.Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
 
 
 def batch(step: int) -> Any:

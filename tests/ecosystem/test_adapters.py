@@ -61,6 +61,7 @@ def _trained_alone(name, correction):
 
 
 class AdapterTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_adapters_in_a_frozen_model_are_adapters_alone(self):
         self._check_trained("mars_m", "exact")
 

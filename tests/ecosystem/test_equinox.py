@@ -1,5 +1,7 @@
 """Equinox: filtered modules, whose trees hold None and whose kernels are (out, in)."""
 
+import inspect
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,18 +15,18 @@ from tests.ecosystem import plain
 from tests.support import trees
 
 
-def _is_linear(node):
+def is_linear(node):
     return isinstance(node, eqx.nn.Linear)
 
 
 def linear_weights(params):
-    """The rule of `docs/frameworks.md`: weights of `Linear` are matrices of (out, in)."""
+    """Weights of `eqx.nn.Linear` are matrices of (out, in), all else are vectors."""
     numbers = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
     def of_module(node):
-        return jax.tree.map(lambda x: numbers if _is_linear(node) and x.ndim == 2 else None, node)
+        return jax.tree.map(lambda x: numbers if is_linear(node) and x.ndim == 2 else None, node)
 
-    return jax.tree.map(of_module, params, is_leaf=_is_linear)
+    return jax.tree.map(of_module, params, is_leaf=is_linear)
 
 
 class Net(eqx.Module):
@@ -83,8 +85,17 @@ def _train(tx):
 
 
 class EquinoxTest(parameterized.TestCase):
-    @parameterized.parameters(("mars", "approx"), ("mars_shampoo", "exact"))
-    def test_a_module_is_trained_as_a_dict_of_transposed_kernels(self, name, correction):
+    def test_the_rule_is_the_one_of_the_page(self):
+        self.assertIn(inspect.getsource(linear_weights), plain.page())
+
+    def test_a_module_is_trained_as_a_dict_of_transposed_kernels(self):
+        self._check("mars_shampoo", "exact")
+
+    @pytest.mark.slow
+    def test_a_module_is_trained_as_a_dict_without_exact_mode(self):
+        self._check("mars", "approx")
+
+    def _check(self, name, correction):
         tx = plain.optimizer(name, correction=correction, weight_dimension_numbers=linear_weights)
         model, state, _ = _train(tx)
         expected, _ = plain.trained(name, correction=correction)

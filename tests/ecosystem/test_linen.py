@@ -3,6 +3,7 @@
 That `TrainState` takes every optimizer is tested in `tests/contract/test_flax.py`.
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ class Net(linen.Module):
 
 
 class TrainState(train_state.TrainState):
-    """That of `docs/frameworks.md`."""
+    """A training state with batch statistics, whose optimizer may get `grad_fn`."""
 
     batch_stats: Any = None
 
@@ -88,6 +89,9 @@ def _loss(state, stats, batch):
 
 
 class LinenTest(parameterized.TestCase):
+    def test_the_state_is_the_one_of_the_page(self):
+        self.assertIn(inspect.getsource(TrainState), plain.page())
+
     def test_a_state_that_hands_grad_fn_on_is_the_plain_loop(self):
         tx = plain.optimizer("mars_m", correction="exact")
         state = TrainState.create(

@@ -1,5 +1,6 @@
 """Mixed precision: computation in half precision, master weights, and scaled losses."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ class MasterState(NamedTuple):
 
 
 def with_master_weights(tx):
-    """That of `docs/frameworks.md`: parameters in half precision, with a copy in float32."""
+    """Trains a copy of the parameters in float32, and gives the parameters its rounded value."""
     tx = optax.with_extra_args_support(tx)
 
     def wide(tree):
@@ -56,6 +57,10 @@ def with_master_weights(tx):
 
 
 class MasterWeightsTest(parameterized.TestCase):
+    def test_the_wrapper_is_the_one_of_the_page(self):
+        for part in (MasterState, with_master_weights):
+            self.assertIn(inspect.getsource(part), plain.page())
+
     def test_half_parameters_with_a_master_are_wide_ones_computed_on_in_half(self):
         self._check("mars_m", "exact")
 
@@ -111,6 +116,7 @@ class LossScaleTest(parameterized.TestCase):
         scaled = update(optax.tree.scale(self.SCALE, small))
         np.testing.assert_allclose(scaled["w"] / self.SCALE, 0.5 / self.SCALE, rtol=1e-6)
 
+    @pytest.mark.slow
     def test_a_dynamic_scale_skips_what_overflows_and_nothing_else(self):
         """Flax's `DynamicScale` gives gradients without the scale; `apply_if_finite` skips."""
         tx = optax.apply_if_finite(plain.optimizer("mars"), max_consecutive_errors=100)
