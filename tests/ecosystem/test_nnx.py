@@ -82,13 +82,15 @@ class NnxTest(parameterized.TestCase):
         layers = [jax.tree.map(lambda x, i=i: jnp.array(x[i]), start) for i in range(3)]
         batches = jax.tree.map(lambda x: jnp.stack([x, 2 * x, -x]), (X, Y))
         expected, _ = plain.train(
-            plain.optimizer("mars_m", correction="exact"),
+            plain.optimizer("mars_m", correction="exact", max_norm=0.5),
             layers,
             batches,
             jax.grad(_unrolled_loss),
         )
 
-        tx = plain.optimizer("mars_m", correction="exact", weight_dimension_numbers=rules)
+        tx = plain.optimizer(
+            "mars_m", correction="exact", max_norm=0.5, weight_dimension_numbers=rules
+        )
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
         @nnx.jit
@@ -113,7 +115,7 @@ class NnxTest(parameterized.TestCase):
         self._check_adapters("ModelAndOptimizer")
 
     def _check_adapters(self, kind):
-        model, tx = Adapted(nnx.Rngs(0)), plain.optimizer("mars")
+        model, tx = Adapted(nnx.Rngs(0)), plain.optimizer("mars", max_norm=1.0)
         optimizer = getattr(nnx, kind)(model, tx, wrt=nnx.LoRAParam)
         before = trees.copy(nnx.to_pure_dict(nnx.state(model)))["layer"]
         kernel, bias = before["base_module"]["kernel"], before["base_module"]["bias"]
@@ -152,7 +154,7 @@ class NnxTest(parameterized.TestCase):
     def test_exact_mode_draws_the_same_random_numbers_at_the_previous_parameters(self):
         """Both gradients are of copies that begin where the model is, as the page tells."""
         model, batch = Regularized(nnx.Rngs(0)), (X, Y)
-        tx = plain.optimizer("mars", correction="exact")
+        tx = plain.optimizer("mars", correction="exact", max_norm=1.0)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)

@@ -30,7 +30,7 @@ TREE = {"a": np.ones((3, 2), np.float32), "b": np.ones(4, np.float32)}
 
 @functools.cache
 def _mars(**kwargs):
-    return plain.optimizer("mars", **kwargs)
+    return plain.optimizer("mars", **{"max_norm": 8.0, **kwargs})
 
 
 @functools.cache
@@ -259,6 +259,8 @@ class FlattenTest(parameterized.TestCase):
         _, actual, _ = _loop(optax.flatten(tx), grads, TREE)
         _, expected, _ = _loop(adamw, grads, TREE)
         trees.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        report = mars_optax.describe(TREE, optax.flatten(tx))
+        self.assertEqual(report.counts, {"matrix": 0, "vector": 0, "frozen": 2})
 
 
 class PrivacyTest(parameterized.TestCase):
