@@ -269,6 +269,19 @@ class ScaleTest(parameterized.TestCase):
         np.testing.assert_array_equal(finite["kernel"], [[False] * 3, [True] * 3])
         self.assertTrue(np.all(finite["other"]))
 
+    @parameterized.parameters("scale_by_mars", "correct_gradients")
+    def test_a_gradient_beyond_float16_is_kept_as_its_largest_number(self, name):
+        """Kept as infinity it would make the next clip's product NaN, for good."""
+        tx = getattr(mars_optax, name)(prev_grad_dtype="float16")
+        grads = {"x": jnp.array([[7e4, -2.0, -1e9], [jnp.inf, 0.5, jnp.nan]])}
+        _, state = tx.update(grads, tx.init(grads))
+        expected = np.float16([[65504, -2.0, -65504], [np.inf, 0.5, np.nan]])
+        np.testing.assert_array_equal(state.prev_grad["x"], expected)
+        finite = jax.tree.map(lambda g: g[:1], grads)
+        _, state = tx.update(finite, tx.init(finite))
+        direction, _ = tx.update(finite, state)
+        self.assertTrue(np.isfinite(direction["x"]).all())
+
     @parameterized.parameters(*FLOAT8)
     def test_complex_leaves_are_kept_as_complex_numbers(self, dtype):
         """There is no complex number of 16 bits: such a leaf is stored as without the option."""

@@ -92,8 +92,9 @@ class PreviousGradient:
 
     def advance(self, updates: optax.Updates, state: Any, params: Any) -> dict[str, Any]:
         """The same fields after this step, in the dtypes that they have."""
-        prev_grad, prev_grad_scale = copies(updates, like=state.prev_grad), None
-        if state.prev_grad_scale is not None:
+        if state.prev_grad_scale is None:
+            prev_grad, prev_grad_scale = copies(updates, like=state.prev_grad), None
+        else:
             prev_grad, prev_grad_scale = trees.map_unzip(
                 lambda g, prev: quantization.quantize(jnp.asarray(g), prev.dtype),
                 (updates, state.prev_grad),
@@ -164,4 +165,4 @@ def copies(tree: Any, like: Any = _SAME) -> Any:
     if like is None:
         return None
     like = tree if like is _SAME else like
-    return jax.tree.map(lambda x, y: jnp.array(x, dtype=jnp.result_type(y), copy=True), tree, like)
+    return jax.tree.map(lambda x, y: precision.copied(x, jnp.result_type(y)), tree, like)

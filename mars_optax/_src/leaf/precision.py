@@ -61,6 +61,23 @@ def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) 
     return available(dtype)
 
 
+def copied(x: Any, dtype: Any) -> jax.Array:
+    """A copy of `x` in a storage dtype. Of one with less range, finite numbers keep to it.
+
+    A gradient of 70000 kept in float16 as infinity would make the next correction infinite, and by
+    a clip of factor 0 NaN.
+    """
+    x = jnp.asarray(x)
+    if not jnp.iscomplexobj(x) and _largest_exponent(dtype) < _largest_exponent(x.dtype):
+        largest = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+    return jnp.array(x, dtype=dtype, copy=True)
+
+
+def _largest_exponent(dtype: Any) -> int:
+    return int(jnp.finfo(dtype).maxexp)  # type: ignore[no-untyped-call]
+
+
 def available(dtype: Any) -> jnp.dtype:
     """The dtype that JAX has for `dtype` where this is called: float32 for float64 without x64."""
     return jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))
