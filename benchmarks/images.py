@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import lzma
 import pathlib
-import pickle
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,25 +34,30 @@ class Dataset:
 
 
 def _read_cifar(path: pathlib.Path) -> tuple[Images, Labels]:
-    """Reads one of CIFAR's files for Python: planes of red, green and blue, row by row."""
-    # These are pickles, as their authors publish them: read only files whose source is known.
-    with path.open("rb") as file:
-        content = pickle.load(file, encoding="bytes")
-    labels = content.get(b"fine_labels", content.get(b"labels"))
-    planes = np.asarray(content[b"data"], np.uint8).reshape(-1, 3, 32, 32)
-    return planes.transpose(0, 2, 3, 1), np.asarray(labels, np.int32)
+    """Reads one of CIFAR's binary files: labels, then planes of red, green and blue, row by row."""
+    # CIFAR-100 has the coarse label before the fine one.
+    labels = 2 if path.stem in ("train", "test") else 1
+    raw = np.fromfile(path, np.uint8)
+    if not raw.size or raw.size % (labels + 3072):
+        raise ValueError(
+            f"Expected records of {labels + 3072} bytes in {str(path)!r}, got {raw.size} bytes. "
+            "Give the files of CIFAR's binary version, unpacked."
+        )
+    records = raw.reshape(-1, labels + 3072)
+    planes = records[:, labels:].reshape(-1, 3, 32, 32)
+    return planes.transpose(0, 2, 3, 1), records[:, labels - 1].astype(np.int32)
 
 
 def _read_folder(folder: pathlib.Path) -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
-    """Reads the folder of CIFAR-10 or CIFAR-100 for Python: training and test images."""
-    train = sorted(folder.glob("data_batch_*")) or [folder / "train"]
-    test = next(
-        (folder / name for name in ("test_batch", "test") if (folder / name).is_file()), None
-    )
-    if test is None or not train[0].is_file():
+    """Reads the folder of CIFAR-10's or CIFAR-100's binary version: training and test images."""
+    train, test = sorted(folder.glob("data_batch_*.bin")), folder / "test_batch.bin"
+    if not train:
+        train, test = [folder / "train.bin"], folder / "test.bin"
+    if not (test.is_file() and train[0].is_file()):
         raise FileNotFoundError(
-            f"Expected CIFAR's files for Python in {str(folder)!r}: data_batch_1 and more, and "
-            "test_batch; or train and test. Unpack the archive and name the folder in it."
+            f"Expected CIFAR's binary files in {str(folder)!r}: data_batch_1.bin and more, and "
+            "test_batch.bin; or train.bin and test.bin. Unpack the archive and name the folder in "
+            "it."
         )
     parts = [_read_cifar(path) for path in train]
     images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
@@ -122,7 +126,7 @@ def read(path: Path) -> tuple[Images, Labels]:
     Args:
       path: an `.npz` file with `images`, unsigned bytes (number, height, width, channels), and
         `labels` (number,); an `.xz` file, a pack of predicted images as `_read_residuals`
-        describes it, compressed; or one of CIFAR's own files for Python.
+        describes it, compressed; or one of CIFAR's `.bin` files.
 
     Returns:
       Images and labels.

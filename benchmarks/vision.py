@@ -4,7 +4,7 @@ From the root of the repository:
 
     python -m benchmarks.vision
     python -m benchmarks.vision --table=main --grid=3 --final_seeds=1,2,3 --width=64 --epochs=30 \
-        --train_file=cifar-10-batches-py --limit=540
+        --train_file=cifar-10-batches-bin --limit=540
 
 The same command again goes on where the one before stopped. An epoch is one compiled call, the
 images are on the device, cut and mirrored there.
@@ -341,7 +341,7 @@ def parser() -> argparse.ArgumentParser:
         "--train_file",
         default="",
         help="images: files of .npz or .xz, separated by commas, or a folder of CIFAR-10's or "
-        "CIFAR-100's files for Python; without it scikit-learn's digits",
+        "CIFAR-100's binary files; without it scikit-learn's digits",
     )
     group.add_argument("--test_file", default="", help="images to test on, unless in that folder")
     group.add_argument(

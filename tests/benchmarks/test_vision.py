@@ -3,7 +3,6 @@
 import functools
 import lzma
 import pathlib
-import pickle
 import tempfile
 
 import jax
@@ -243,18 +242,24 @@ class ImagesTest(FolderTest):
         np.testing.assert_array_equal(same.validation[0], same.test[0])
 
     @parameterized.parameters(
-        ((("data_batch_1", b"labels"), ("data_batch_2", b"labels"), ("test_batch", b"labels")),),
-        ((("train", b"fine_labels"), ("test", b"fine_labels")),),
+        (("data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"), ()),
+        (("train.bin", "test.bin"), (9,)),
     )
-    def test_cifars_folders_are_read(self, files: tuple[tuple[str, bytes], ...]):
+    def test_cifars_folders_are_read(self, files: tuple[str, ...], coarse: tuple[int, ...]):
         planes = self.pixels.transpose(0, 3, 1, 2).reshape(3, -1)
-        for name, key in files:
-            content = {b"data": planes, key: self.labels.tolist(), b"coarse_labels": [9] * 3}
-            (self.folder / name).write_bytes(pickle.dumps(content))
+        records = [
+            bytes([*coarse, label]) + plane.tobytes()
+            for label, plane in zip(self.labels, planes, strict=True)
+        ]
+        for name in files:
+            (self.folder / name).write_bytes(b"".join(records))
         dataset = images.load([self.folder], held_out=0.0)
         self.assertLen(dataset.train[1], 3 * (len(files) - 1))
         np.testing.assert_array_equal(dataset.train[0][-3:], self.pixels)
         np.testing.assert_array_equal(dataset.test[1], self.labels)
+        (self.folder / files[-1]).write_bytes(b"".join(records)[:-1])
+        with self.assertRaisesRegex(ValueError, "Expected records of 307[34] bytes"):
+            images.load([self.folder], held_out=0.0)
 
     def test_digits_are_grey_and_in_three_parts(self):
         dataset = images.load()
