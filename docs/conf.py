@@ -71,8 +71,7 @@ copybutton_only_copy_prompt_lines = True  # not the outputs
 def _page(app: Any, docname: str, source: list[str]) -> None:
     path = _DOCS / f"{docname}.md"
     if path.exists():
-        text = site_links.without_empty_patterns(source[0])
-        source[0] = site_links.rewrite(text, path, path.parent)
+        source[0] = site_links.rewrite(source[0], path, path.parent)
 
 
 def _included(app: Any, relative_path: pathlib.Path, parent: str, source: list[str]) -> None:

@@ -17,6 +17,7 @@ INCLUDED_BY = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    "colabs/README.md": "notebooks.md",
     "mars_optax/_src/README.md": "architecture.md",
     "tests/data/README.md": "recorded_trajectories.md",
 }
@@ -51,21 +52,6 @@ def rewrite(text: str, source: pathlib.Path, page_folder: pathlib.Path) -> str:
 
     hidden = _LINK.sub(link, _CODE.sub(hide, text))
     return re.sub(r"\0(\d+)\0", lambda match: codes[int(match[1])], hidden)
-
-
-def without_empty_patterns(text: str) -> str:
-    """The tables of contents of `text` without patterns that no page matches.
-
-    Some pages are not part of every version; Sphinx warns of their patterns.
-    """
-
-    def matches(line: str) -> bool:
-        is_pattern = re.fullmatch(r"[\w/]+\*", line) is not None
-        if not is_pattern:
-            return True
-        return any(path.suffix in (".md", ".ipynb") for path in DOCS.glob(line))
-
-    return "".join(line for line in text.splitlines(keepends=True) if matches(line.rstrip("\n")))
 
 
 def copy_notebooks() -> None:
