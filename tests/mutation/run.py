@@ -7,10 +7,11 @@
 Each mutant of `mutants.py` is written into a copy of the working tree, on which the tests that it
 lists are run up to the first failure; if none fails, all of `tests/parity` and `tests/contract`.
 Before, the listed tests have to pass on an unchanged copy. Results are kept in a file, so that a
-run can be cut off: one holds until the mutant, its file or its list of tests changes.
+run can be cut off: one holds until the mutant, the code of its file or its list of tests changes.
 """
 
 import argparse
+import ast
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -81,8 +82,13 @@ def mutated(mutant: Mutant) -> str:
 
 
 def digest(mutant: Mutant) -> str:
-    """Changes with the mutant, its file and its tests."""
-    text = "\0".join((mutated(mutant), *mutant.tests))
+    """Changes with the mutant, its file's code and its tests, not with comments and docstrings."""
+    tree = ast.parse(mutated(mutant))
+    for node in ast.walk(tree):
+        may_have_one = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if may_have_one and ast.get_docstring(node) is not None:
+            del node.body[0]
+    text = "\0".join((ast.unparse(tree), *mutant.tests))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
