@@ -64,9 +64,11 @@ def correct_gradients(
       A transformation with state :class:`CorrectGradientsState`.
 
     Raises:
-      TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
+      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
+        ``update``, if a gradient is not, or the state is another transformation's.
       ValueError: If an argument is out of its range; at ``update``, if gradients have other shapes,
-        or ``"exact"`` and ``"storm"`` lack `grad_fn` or `params`.
+        the state was made with other settings, or ``"exact"`` and ``"storm"`` lack `grad_fn` or
+        `params`.
 
     Examples:
       The correction in front of Muon:

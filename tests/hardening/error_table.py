@@ -206,7 +206,7 @@ def _later(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], 
 _EXACT = {"correction": "exact"}
 _WITHOUT = {"max_norm": None, "second_moment": "gradient", "keep_prev_grad": False}
 _BEGIN = "Pass the state of the same settings, or begin with `init`: [checkpoints](checkpoints.md)."
-_AXES = "Which axes are which: [planning](planning.md)."
+_AXES = "Which axes are which: [matrices and axes](../README.md#which-parameters-are-matrices)."
 
 EXAMPLES: tuple[Example, ...] = (
     Example(
@@ -375,7 +375,8 @@ EXAMPLES: tuple[Example, ...] = (
     Example(
         INIT,
         "A parameter (at `update`: a gradient) is no floating-point array.",
-        "Counters, keys and codes are no parameters: keep them apart, as [recipes](recipes.md) do.",
+        "Counters, keys and codes are no parameters: keep them apart, by `nnx.split` or "
+        "`eqx.partition` for example ([libraries](frameworks.md)).",
         "got dtype int32",
         lambda: _mars(0.1).init({"layer": {"codes": jnp.ones((3, 4), jnp.int32)}}),
     ),

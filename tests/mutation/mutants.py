@@ -505,7 +505,7 @@ _STATE: Final = (
         "assembly.py",
         "prev_params = previous.copies(params, like=state.prev_params)",
         "prev_params = previous.copies(state.prev_params, like=state.prev_params)",
-        "the same where matrices and vectors have different rules",
+        "where vectors have a rule of their own, exact mode stays at the initial parameters",
         (EXACT + "::OracleTest",),
     ),
     Mutant(
@@ -561,7 +561,7 @@ _STATE: Final = (
         "links.py",
         "coefficient = source.coefficient(state.count)\n",
         "coefficient = source.coefficient(state.count + 1)\n",
-        "the same in the link",
+        "the link reads a schedule of gamma one step ahead",
         (_CHAINS + "::ChainTest",),
     ),
     Mutant(

@@ -115,7 +115,8 @@ def scale_by_mars(
       nu_dtype: Storage dtype of :math:`v`; None for the parameter's own, but at least float32. (The
         reference stores it in the parameter's dtype, where in bfloat16 it stalls.)
       prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own. An 8-bit
-        float is stored with a float32 scale for each row along the last axis.
+        float is stored with a float32 scale for each row along the last axis; in float16 a gradient
+        beyond its range is kept as 65504.
       keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. Without, it is the same trajectory to
         rounding: an unclipped correction is linear, so that
         :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with
@@ -135,10 +136,11 @@ def scale_by_mars(
       averages :math:`|c|^2`.
 
     Raises:
-      TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
+      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
+        ``update``, if a gradient is not, or the state is another transformation's.
       ValueError: If an argument is out of its range, or does not go with ``keep_prev_grad=False``;
-        at ``init``, if axes do not fit a leaf; at ``update``, if gradients have other shapes, or
-        exact mode lacks `grad_fn` or `params`.
+        at ``init``, if axes do not fit a leaf; at ``update``, if gradients have other shapes, the
+        state was made with other settings, or exact mode lacks `grad_fn` or `params`.
       NotImplementedError: At ``update``, if kernels were asked for and cannot run.
 
     Examples:
@@ -290,8 +292,7 @@ def mars(
         :func:`scale_by_mars`.
       first_step: ``"zeros"`` or ``"no_correction"``.
       optimize_1d: Whether the other leaves, too, get the variance-reduced rule, with the main
-        values. The values
-        `*_1d` are not used then.
+        values. The values `*_1d` are not used then.
       learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
         `learning_rate`. The paper's GPT-2 runs use half of it.
       b1_1d: Decay rate of their first moment, in [0, 1).
@@ -319,7 +320,8 @@ def mars(
       without `optimize_1d`, `weight_decay_1d` are the number 0.
 
     Raises:
-      TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
+      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
+        ``update``, if a gradient is not, or the state is another transformation's.
       ValueError: If an argument is out of its range; at ``init``, if axes do not fit a leaf; at
         ``update``, if ``params`` is None though one of the decays is not 0; and as
         :func:`scale_by_mars`.

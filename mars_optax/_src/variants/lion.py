@@ -83,7 +83,8 @@ def scale_by_mars_lion(
       A transformation with state :class:`ScaleByMarsLionState`.
 
     Raises:
-      TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
+      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
+        ``update``, if a gradient is not, or the state is another transformation's.
       ValueError: As :func:`scale_by_mars`.
       NotImplementedError: At ``update``, if kernels were asked for and cannot run.
 

@@ -68,8 +68,10 @@ def scale_by_mars_m(
 
     Differences from the reference code: each slice of a stack has its own norm, its own clip and
     the factor of its own shape, where there one norm serves the whole stack and the factor comes
-    from its first two axes; the norm is taken before the cast to `ns_dtype`; b1 and `gamma` are
-    read at every step, where there their product is frozen at construction.
+    from its first two axes; the norm is taken before the cast to `ns_dtype`; a step of the
+    iteration is (a I + b A + c A A) X with :math:`A = X X^T`, there a X + (b A + c A A) X, which is
+    the same in exact arithmetic and rounds otherwise; b1 and `gamma` are read at every step, where
+    there their product is frozen at construction.
 
     Args:
       b1: Decay rate :math:`\beta_1` of the momentum, in [0, 1). 0 turns the correction off.
@@ -103,7 +105,8 @@ def scale_by_mars_m(
       A transformation with state :class:`ScaleByMarsMState`.
 
     Raises:
-      TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
+      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
+        ``update``, if a gradient is not, or the state is another transformation's.
       ValueError: As :func:`scale_by_mars`; at ``init``, if a leaf is no matrix; at ``update``, if
         `newton_schulz_fn` returns another shape or dtype.
       NotImplementedError: At ``update``, if kernels were asked for and cannot run.

@@ -68,9 +68,10 @@ def scale_by_mars_shampoo(
     ``first_step="zeros"``, as in the reference code, and :math:`c_1 = g_1` under
     ``"no_correction"``; the direction is nearly the same, but the moving average is not.
 
-    Differences: the clip is in the reference code, but not in the paper's Algorithm 4; the
-    iteration multiplies in the order of the reference's ``mars_m.py``, which is the same in exact
-    arithmetic and rounds otherwise; no second moment is allocated.
+    Differences: the clip is in the reference code, but not in the paper's Algorithm 4; a step of
+    the iteration is (a I + b A + c A A) X with :math:`A = X X^T`, in the reference code
+    (a X + b A X) + c A (A X), which is the same in exact arithmetic and rounds otherwise; no second
+    moment is allocated.
 
     Args:
       b1: Decay rate :math:`\beta_1` of the momentum, in [0, 1). 0 turns the correction off.
@@ -106,7 +107,8 @@ def scale_by_mars_shampoo(
       A transformation with state :class:`ScaleByMarsShampooState`.
 
     Raises:
-      TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
+      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
+        ``update``, if a gradient is not, or the state is another transformation's.
       ValueError: As :func:`scale_by_mars`; at ``init``, if a leaf is no matrix; at ``update``, if
         `newton_schulz_fn` returns another shape or dtype.
       NotImplementedError: At ``update``, if kernels were asked for and cannot run.

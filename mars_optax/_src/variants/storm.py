@@ -85,8 +85,10 @@ def storm_adamw(
       gradients of this step's batch.
 
     Raises:
-      TypeError: If an argument is of the wrong kind or, at ``init``, a parameter is not inexact.
-      ValueError: If an argument is out of its range; at ``update``, without `grad_fn` or `params`.
+      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
+        ``update``, if a gradient is not, or the state is another transformation's.
+      ValueError: If an argument is out of its range; at ``update``, if gradients have other shapes,
+        the state was made with other settings, or without `grad_fn` or `params`.
 
     Examples:
       >>> import jax
