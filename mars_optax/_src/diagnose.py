@@ -50,8 +50,8 @@ def diagnose(
       A dictionary of float32 scalars.
 
     Raises:
-      TypeError: If an argument is of the wrong kind.
-      ValueError: If an argument is out of its range.
+      TypeError: If `gamma`, `b1` or `max_norm` is of the wrong kind.
+      ValueError: If one of them is out of its range.
 
     Examples:
       >>> import jax.numpy as jnp
