@@ -1,7 +1,8 @@
 """A plugin of pytest that enrols the variant of docs/add_a_variant.md in the registry.
 
-`pytest -p tests.support.enrol_example tests/contract -k sgd` runs every contract on it. The package
-itself does not have it, so the registry that all other tests see does not, either.
+`pytest -p tests.support.enrol_example tests/contract -k sgd` runs every contract on it, with two
+that are not for it: see `test_example_variant.py`. The package itself does not have it, so the
+registry that all other tests see does not, either.
 """
 
 from tests import registry
