@@ -77,6 +77,15 @@ class ReferenceTest(parameterized.TestCase):
 
 
 class ContentsTest(parameterized.TestCase):
+    def test_the_notebooks_are_listed_in_the_order_of_their_page(self):
+        page = (site_links.NOTEBOOKS / "README.md").read_text()
+        expected = re.findall(r"\((\w+)\.ipynb\)", page)
+        listed = [entry for entry in _contents() if entry.startswith("_colabs/")]
+        self.assertEqual(listed, [f"_colabs/{name}" for name in expected])
+        self.assertCountEqual(
+            expected, [path.stem for path in site_links.NOTEBOOKS.glob("*.ipynb")]
+        )
+
     def test_every_page_is_in_a_table_of_contents(self):
         entries = _contents()
         for page in sorted(_DOCS.glob("*.md")):
@@ -85,7 +94,7 @@ class ContentsTest(parameterized.TestCase):
 
     def test_every_entry_without_a_pattern_is_a_page(self):
         for entry in _contents():
-            if "*" not in entry:
+            if "*" not in entry and not entry.startswith("_colabs/"):
                 self.assertTrue((_DOCS / f"{entry}.md").exists(), entry)
 
     @parameterized.parameters(*site_links.INCLUDED_BY.items())
