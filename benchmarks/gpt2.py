@@ -84,7 +84,9 @@ def parser() -> argparse.ArgumentParser:
         help="windows of a forward and backward pass; gradients of several are averaged; by "
         "default all",
     )
-    group.add_argument("--eval_every", type=study.positive, default=50, help="updates between two")
+    group.add_argument(
+        "--eval_every", type=study.positive, default=50, help="updates between two evaluations"
+    )
     group.add_argument("--eval_windows", type=study.positive, default=256, help="held-out windows")
     group.add_argument(
         "--devices", type=study.positive, help="devices that share a batch; by default all"

@@ -144,7 +144,7 @@ def verdict(candidate: Summary, baseline: Summary) -> str:
             return f"{ours} against {theirs}: a tie at one seed."
         return (
             f"{ours} against {theirs}: {winner} is ahead by {abs(difference):.4f} at one seed. One "
-            "seed has no spread and decides nothing: run --seeds=0,1,2."
+            "seed has no spread and decides nothing: run three or more."
         )
     spread = max(candidate.spread, baseline.spread)
     seeds = f"{difference:+.4f} ({_signed_range(each)} over {len(each)} seeds)"

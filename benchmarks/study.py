@@ -94,7 +94,10 @@ def parser(description: str, *, out: str) -> argparse.ArgumentParser:
         "--limit", type=float, help="seconds after which to save a checkpoint and stop"
     )
     group.add_argument(
-        "--save_every", type=float, default=600, help="seconds between two others; 0 is none"
+        "--save_every",
+        type=float,
+        default=600,
+        help="seconds between two checkpoints; 0 is none",
     )
     group.add_argument("--out", default=out, help="folder of the results, and to go on from")
     group.add_argument("--commit", help="what to record as the commit; by default git says")

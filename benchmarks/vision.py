@@ -336,7 +336,9 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="whether to mirror images; by default those with colours",
     )
-    group.add_argument("--eval_every", type=study.positive, default=1, help="epochs between two")
+    group.add_argument(
+        "--eval_every", type=study.positive, default=1, help="epochs between two evaluations"
+    )
     group.add_argument(
         "--train_file",
         default="",
