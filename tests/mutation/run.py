@@ -265,7 +265,7 @@ def table(results: Mapping[str, Any]) -> str:
         "- `python -m tests.mutation.run` runs those without a result that still holds, and with",
         "  `--table` it writes this page.",
         "",
-        f"Commit {all_of('commit')}; Python {all_of('python')}, JAX {all_of('jax')}, Optax "
+        f"Commits {all_of('commit')}; Python {all_of('python')}, JAX {all_of('jax')}, Optax "
         f"{all_of('optax')}.",
         "",
     ]
