@@ -325,6 +325,10 @@ def build(args: argparse.Namespace) -> study.Study:
             f"Expected a warm-up from 0 to below the run's length, got {warmup} of {args.steps} "
             "steps. Change --warmup_steps."
         )
+    if not 0 <= args.final_fraction <= 1:
+        raise ValueError(
+            f"Expected a share from 0 to 1 as --final_fraction, got {args.final_fraction}."
+        )
     config = model_config(args, corpus.vocabulary_size, jax.default_backend())
     work = train_step.Work(config, args.batch_size, args.microbatch or args.batch_size)
     devices = jax.local_devices()[: args.devices]

@@ -275,7 +275,10 @@ def plot(summaries: Sequence[Summary], path: pathlib.Path) -> None:
         )
         if swept:
             axes[0, 1].plot(list(summary.grid), list(summary.grid.values()), marker="o")
-    curves.set(xlabel="step", ylabel=f"{metric} ({unit})", yscale="log")
+    drawn = [v for summary in summaries for run in summary.runs for v in run.validation_loss[1:]]
+    # Where no value is above 0 and finite, as of runs that diverged, a logarithmic axis raises.
+    scale = "log" if any(v > 0 and math.isfinite(v) for v in drawn) else "linear"
+    curves.set(xlabel="step", ylabel=f"{metric} ({unit})", yscale=scale)
     curves.legend()
     curves.grid(alpha=0.3, which="both")
     if swept:

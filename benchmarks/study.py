@@ -118,14 +118,15 @@ def positive(text: str) -> int:
 
 
 def parse_seeds(text: str, flag: str) -> list[int]:
-    """Reads seeds: whole numbers from 0 that differ, else a `ValueError` that names the flag."""
+    """Reads seeds: 32-bit numbers from 0 that differ, else a `ValueError` that names the flag."""
     parts = text.split(",")
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+    seeds = [int(part) for part in parts if part.isdecimal()]
+    if len(set(seeds)) < len(parts) or max(seeds) >= 2**32:
         raise ValueError(
-            f"Expected different whole numbers separated by commas as --{flag}, got {text!r}. "
-            f"Write them like --{flag}=0,1,2."
+            f"Expected different whole numbers below 2**32 separated by commas as --{flag}, got "
+            f"{text!r}. Write them like --{flag}=0,1,2."
         )
-    return [int(part) for part in parts]
+    return seeds
 
 
 def parse_optimizers(
@@ -279,7 +280,10 @@ def run(study: Study, args: argparse.Namespace, began: float) -> int:
       The exit status, 0 also where the limit came first.
     """
     out = pathlib.Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"{study.name}: Expected a folder that can be made as --out, got {error}.")
     print("data: " + ", ".join(f"{key} {value}" for key, value in study.data.items()))
     records = grid.Records(out / "records.jsonl", study.task)
     done = complete(study, args, records, began)

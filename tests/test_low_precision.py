@@ -282,6 +282,15 @@ class ScaleTest(parameterized.TestCase):
         direction, _ = tx.update(finite, state)
         self.assertTrue(np.isfinite(direction["x"]).all())
 
+    def test_a_bfloat16_gradient_beyond_float16_is_kept_as_its_largest_number(self):
+        """The bound itself, 65504, is 65536 in bfloat16, which float16 has as infinity."""
+        tx = mars_optax.correct_gradients(prev_grad_dtype="float16")
+        grads = jnp.array([7e4, -1e9, 2.0, jnp.inf, jnp.nan], jnp.bfloat16)
+        expected = np.float16([65504, -65504, 2.0, np.inf, np.nan])
+        for update in (tx.update, jax.jit(tx.update)):
+            _, state = update(grads, tx.init(grads))
+            np.testing.assert_array_equal(state.prev_grad, expected)
+
     @parameterized.parameters(*FLOAT8)
     def test_complex_leaves_are_kept_as_complex_numbers(self, dtype):
         """There is no complex number of 16 bits: such a leaf is stored as without the option."""

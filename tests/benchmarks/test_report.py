@@ -1,9 +1,11 @@
 """Choosing learning rates, judging differences, and what is printed and written."""
 
+import dataclasses
 import json
 import math
 import pathlib
 import tempfile
+import warnings
 
 from absl.testing import absltest, parameterized
 
@@ -148,6 +150,13 @@ class OutputTest(absltest.TestCase):
     def test_a_list_of_numbers_takes_one_line(self):
         report.write_json({"a": [1, 2.5], "b": ["c"]}, self.folder / "results.json")
         self.assertIn('"a": [ 1, 2.5 ]', (self.folder / "results.json").read_text())
+
+    def test_runs_without_a_positive_loss_are_plotted(self):
+        for loss in (math.nan, math.inf, 0.0):
+            diverged = dataclasses.replace(run("adamw", 1.0), validation_loss=[5.0, loss, loss])
+            with self.subTest(loss=loss), warnings.catch_warnings():
+                warnings.simplefilter("error")
+                report.plot(report.summarize([diverged]), self.folder / "curves.png")
 
     def test_the_plot_is_a_png_file(self):
         report.plot(self.summaries, self.folder / "curves.png")

@@ -70,6 +70,8 @@ def copied(x: Any, dtype: Any) -> jax.Array:
     x = jnp.asarray(x)
     if not jnp.iscomplexobj(x) and _largest_exponent(dtype) < _largest_exponent(x.dtype):
         largest = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
+        # bfloat16 rounds the largest number of float16 up, beyond its range.
+        x = widen(x)
         x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
     return jnp.array(x, dtype=dtype, copy=True)
 
