@@ -95,9 +95,14 @@ def main() -> None:
     out = arguments.out.resolve()
     if out.exists() and any(out.iterdir()):
         parser.error(f"{out} is not empty: an old build would be taken for the new one")
-    epoch = os.environ.get("SOURCE_DATE_EPOCH") or subprocess.check_output(
-        ["git", "-C", _ROOT, "log", "-1", "--format=%ct"], text=True
+    epoch = (
+        os.environ.get("SOURCE_DATE_EPOCH")
+        or subprocess.run(
+            ["git", "-C", _ROOT, "log", "-1", "--format=%ct"], stdout=subprocess.PIPE, text=True
+        ).stdout
     )
+    if not epoch.strip().isdecimal():
+        parser.error("expected a git checkout, or whole seconds in SOURCE_DATE_EPOCH: set it")
     # Files that are generated take their modes from it.
     os.umask(0o022)
     build(out, int(epoch), ["--no-isolation"] if arguments.no_isolation else [])

@@ -85,7 +85,8 @@ class Records:
         self._task = task
         self._found: dict[str, Record] = {}
         for record in read_lines(path):
-            self._found[record["key"]] = record
+            if record.keys() >= {"key", "task"}:
+                self._found[record["key"]] = record
 
     def find(self, cell: Cell) -> Record | None:
         """Returns the record of a run, or None if it is not done."""
@@ -126,13 +127,18 @@ def append(path: pathlib.Path, text: str) -> None:
 
 
 def read_lines(path: pathlib.Path) -> Iterator[Record]:
-    """Yields the records of a file of JSON lines, without lines that are not finished."""
+    """Yields the records of a file of JSON lines; what is no record is passed over.
+
+    A line may be unfinished, where a process was killed, or not ours.
+    """
     if path.exists():
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
-                yield json.loads(line)
+                record = json.loads(line)
             except json.JSONDecodeError:
                 continue
+            if isinstance(record, dict):
+                yield record
 
 
 def last(record: Record, curve: str) -> float:

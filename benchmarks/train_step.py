@@ -37,7 +37,7 @@ class Work:
         if self.microbatch < 1 or self.batch % self.microbatch:
             raise ValueError(
                 f"Expected a batch that is a multiple of the microbatch, got {self.batch} and "
-                f"{self.microbatch}. Change --batch or --microbatch."
+                f"{self.microbatch}. Change the batch or --microbatch."
             )
 
     @property

@@ -71,6 +71,14 @@ class RecordsTest(FolderTest):
         seeds = [record["seed"] for record in grid.Records(path, _TASK).of_task()]
         self.assertEqual(seeds, [0, 1])
 
+    def test_lines_that_are_no_records_are_passed_over(self):
+        path = self.folder / "records.jsonl"
+        path.write_bytes(b'[1, 2]\n1\n{"key": 2}\n\xff\xfe\n')
+        again = grid.Records(path, _TASK)
+        self.assertEmpty(again.of_task())
+        again.add([(grid.Cell(optimizer(), 1e-3, 0), figures(1.0))])
+        self.assertLen(grid.Records(path, _TASK).of_task(), 1)
+
 
 class RatesTest(parameterized.TestCase):
     @parameterized.parameters(
