@@ -39,7 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "not slow"
     # The workers of pytest-xdist inherit it. `XLA_FLAGS=` in front of the command leaves it out.
     if "XLA_FLAGS" not in os.environ:
+        # Where JAX does not start, the tests tell why, and better.
         probe = subprocess.run(
-            [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=True
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False
         )
         os.environ["XLA_FLAGS"] = " ".join(probe.stdout.split())
