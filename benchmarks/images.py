@@ -96,7 +96,8 @@ def _read_residuals(raw: bytes, path: pathlib.Path) -> tuple[Images, Labels]:
     labels = np.frombuffer(raw, np.uint8, count, 12).astype(np.int32)
     stored = np.frombuffer(raw, np.int8, 3 * 1024 * count, 12 + count)
     # Neighbours are looked at for all images at once: the images go last.
-    missed = np.ascontiguousarray(stored.reshape(3, count, 32, 32).transpose(0, 2, 3, 1))
+    # NumPy 1 multiplies 8 bits with a scalar of 16 in 8.
+    missed = stored.reshape(3, count, 32, 32).transpose(0, 2, 3, 1).astype(np.int16, order="C")
     pixels = np.empty((32, 32, 3, count), np.uint8)
     planes = np.zeros((3, 32, 32, count), np.int16)
     for row in range(32):

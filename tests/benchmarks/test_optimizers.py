@@ -1,7 +1,6 @@
 """The optimizers' settings, and how they are named on the command line."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 from benchmarks import gpt, optimizers
+from tests.support import versions
 
 _CONFIG = gpt.GPTConfig(vocabulary_size=11, context=5, width=8, layers=1, heads=2)
 
@@ -57,16 +57,10 @@ def without_decay(name: str) -> str:
     return ":".join([name, *(f"{key}=0" for key in settings if key.startswith("weight_decay"))])
 
 
-def skip_if_optax_lacks(name: str) -> None:
-    given = inspect.signature(optax.contrib.muon).parameters
-    if name.startswith("muon") and "adam_learning_rate" not in given:
-        raise absltest.SkipTest("Muon of Optax 0.2.6 has no rate of its own for AdamW")
-
-
 class OptimizersTest(parameterized.TestCase):
     @parameterized.parameters(*optimizers.OPTIMIZERS)
     def test_every_optimizer_has_the_global_clip_in_front(self, name: str):
-        skip_if_optax_lacks(name)
+        versions.skip_if_optax_lacks(name)
         # The first gradient is small, so the second one's scale shows wherever it is not clipped.
         one, two, unclipped = (
             updates(without_decay(name), 1e-2, scale)[1] for scale in (10.0, 1e3, 1e-2)
@@ -77,7 +71,7 @@ class OptimizersTest(parameterized.TestCase):
 
     @parameterized.parameters("muon", "mars_m", "mars_shampoo")
     def test_embeddings_and_output_layer_get_the_adamw_rule(self, name: str):
-        skip_if_optax_lacks(name)
+        versions.skip_if_optax_lacks(name)
         first = updates(without_decay(name), 1.0, 1.0)[0]
         # The first step of AdamW has one size in all its entries, up to eps beside the smallest
         # gradients. (It is not the learning rate under Muon: Optax hands Nesterov on to AdamW.)

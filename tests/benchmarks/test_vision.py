@@ -14,6 +14,7 @@ from flax import nnx
 
 from benchmarks import grid, image_models, images, optimizers, resumable, study, vision
 from tests.benchmarks import test_grid
+from tests.support import versions
 
 # As many images are set aside as there are for testing: one shape, one program.
 _VIT = (
@@ -127,6 +128,7 @@ class ModelTest(parameterized.TestCase):
         self.check_update(name)
 
     def check_update(self, name: str) -> None:
+        versions.skip_if_optax_lacks(name)
         config = image_models.ImageModelConfig("resnet", 4, 1, 10, (8, 8, 1))
         model = nnx.eval_shape(lambda: image_models.build(config, nnx.Rngs(0)))
         params = nnx.state(model, nnx.Param)
