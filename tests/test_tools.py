@@ -1,6 +1,5 @@
 """`describe` and `dimension_numbers_by_path`: which leaf gets which rule, and what it costs."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 import mars_optax
 from tests import registry
 from tests.support import trees
+from tests.support.nodes import CallableDense
 
 _MATRIX = ((0,), (1,))
 
@@ -182,16 +182,6 @@ class LinenModel(linen.Module):
         return linen.Dense(5, name="lm_head")(x)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class EquinoxLike:
-    weight: Any
-    bias: Any
-
-    def __call__(self, x: Any) -> Any:
-        return x @ self.weight + self.bias
-
-
 class DimensionNumbersByPathTest(parameterized.TestCase):
     def test_the_first_match_wins(self):
         specs = mars_optax.dimension_numbers_by_path(
@@ -269,8 +259,8 @@ class DimensionNumbersByPathTest(parameterized.TestCase):
 
     def test_modules_that_can_be_called(self):
         params = {
-            "head": EquinoxLike(jnp.ones((3, 2)), None),
-            "body": EquinoxLike(jnp.ones((3, 3)), jnp.ones(3)),
+            "head": CallableDense(jnp.ones((3, 2)), None),
+            "body": CallableDense(jnp.ones((3, 3)), jnp.ones(3)),
         }
         specs = mars_optax.dimension_numbers_by_path([("head/weight", None)])
         tx = mars_optax.mars_m(0.1, weight_dimension_numbers=specs)

@@ -1,7 +1,6 @@
 """Parameter trees of every kind: empty, bare, with `None`, zero-size or complex leaves, classes."""
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,36 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 import mars_optax
 from tests import registry
 from tests.support import trees
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Dense:
-    kernel: Any
-    bias: Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class CallableDense:
-    """A module as Equinox has them: a tree that can be called.
-
-    It has one field more than `Dense`: JAX takes the definitions of two dataclasses with as many
-    fields for equal, and where their hashes meet, too, a compiled function returns the class it
-    saw first.
-    """
-
-    weight: Any
-    offset: Any
-    scale: Any = None
-
-    def __call__(self, x: Any) -> Any:
-        return x @ self.weight + self.offset
+from tests.support.nodes import CallableDense, Dense, Pair
 
 
 def _takes_vectors(entry: registry.Entry) -> bool:

@@ -18,6 +18,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
+from tests.support.nodes import CallableDense, Dense, Pair
 
 # Few shapes and dtypes: run operation by operation, an example then finds its programs compiled.
 SHAPES = ((), (0,), (7,), (1, 1), (5, 3), (0, 4), (2, 3, 5), (1, 2, 1, 3, 2))
@@ -41,33 +42,6 @@ def examples(count: int, **strategies: Any) -> Callable[[Any], Any]:
         return hypothesis.seed(seed)(hypothesis.settings(max_examples=count)(given))
 
     return decorate
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-# JAX takes the definitions of two dataclasses with as many fields for equal: these have different
-# numbers of fields.
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Dense:
-    kernel: Any
-    bias: Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Module:
-    """A tree that can be called."""
-
-    weight: Any
-    offset: Any
-    scale: Any = None
-
-    def __call__(self, x: Any) -> Any:
-        return x @ self.weight + self.offset
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -154,7 +128,7 @@ def trees(
             st.dictionaries(st.sampled_from(("a", "b", "z/y", "0")), inner, min_size=1),
             st.builds(Pair, inner, inner),
             st.builds(Dense, inner, inner),
-            st.builds(Module, inner, inner, inner),
+            st.builds(CallableDense, inner, inner, inner),
             st.builds(Labelled, st.lists(inner, max_size=3)),
         )
 
