@@ -62,6 +62,7 @@ def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary
         "outcome",
         f"steps to {versus}'s",
         "ms a step",
+        f"seconds to {versus}'s",
         "MB of state",
     ]
     lines = [_row(header), _row(["---"] * len(header))]
@@ -71,7 +72,7 @@ def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary
         )
         each = report.differences(summary, baseline) if finite else []
         steps = report.mean_steps_to_reach(summary, baseline)
-        seconds = [run.seconds_per_step for run in summary.runs]
+        seconds = statistics.median(run.seconds_per_step for run in summary.runs)
         edge = ", edge" if summary.at_edge else ""
         lines.append(
             _row(
@@ -83,7 +84,8 @@ def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary
                     f"{min(each):+.4f} to {max(each):+.4f}" if each else "",
                     _outcome(summary, baseline),
                     "never" if steps is None else f"{steps:.0f}",
-                    f"{1000 * statistics.median(seconds):.1f}",
+                    f"{1000 * seconds:.1f}",
+                    "never" if steps is None else f"{steps * seconds:.0f}",
                     f"{summary.runs[0].state_bytes / 1e6:.1f}",
                 ]
             )
@@ -154,9 +156,7 @@ def write(path: pathlib.Path, tables: Sequence[str], out: pathlib.Path) -> list[
       The files written.
     """
     tree = json.loads(path.read_text())
-    parts = [f"## {path.stem}", f"Data: {_flat(tree['data'])}.", f"Task: {_flat(tree['task'])}."]
-    parts += [f"Made with: {_flat(environment)}." for environment in tree["environments"]]
-    written = []
+    parts, written = [f"## {path.stem}"], []
     for table in tables:
         text, summaries = section(tree, table)
         if summaries:
@@ -165,6 +165,8 @@ def write(path: pathlib.Path, tables: Sequence[str], out: pathlib.Path) -> list[
             written.append(plot)
             text += f"\n\n![Curves of {table}]({plot.name})"
         parts.append(text)
+    parts += [f"Data: {_flat(tree['data'])}.", f"Task: {_flat(tree['task'])}."]
+    parts += [f"Made with: {_flat(environment)}." for environment in tree["environments"]]
     fragment = out / f"{path.stem}.md"
     fragment.write_text("\n\n".join(parts) + "\n")
     return [fragment, *written]
