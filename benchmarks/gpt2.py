@@ -65,8 +65,18 @@ def parser() -> argparse.ArgumentParser:
         "--biases", action="store_true", help="biases, which the runs of the paper do without"
     )
     group.add_argument("--untied", action="store_true", help="an output layer of its own")
-    group.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    group.add_argument("--attention", choices=["auto", "cudnn", "xla"], default="auto")
+    group.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of activations and products; parameters and optimizer are float32",
+    )
+    group.add_argument(
+        "--attention",
+        choices=["auto", "cudnn", "xla"],
+        default="auto",
+        help="who computes it; 'auto' is cuDNN on a GPU if it can",
+    )
     group.add_argument("--remat", action="store_true", help="compute activations twice")
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=study.positive, default=200, help="updates")

@@ -272,7 +272,7 @@ ABLATIONS: Mapping[str, Sequence[Sequence[str]]] = {
         ["prev_grad_dtype=float8_e4m3fn"],
         list(_MEMORY_FREE),
     ],
-    "betas": [[], ["b1=0.95", "b2=0.99"]],
+    "betas": [[], ["b2=0.99"], ["b1=0.95", "b2=0.99"]],
     "matrices": [["matrices=hidden"], ["matrices=all"]],
     "convolutions": [["matrices=dense"], ["matrices=hidden"], ["matrices=all"]],
 }

@@ -91,11 +91,11 @@ def parser(description: str, *, out: str) -> argparse.ArgumentParser:
         "--vmap", type=_count, default=1, help="runs of one optimizer that are made together"
     )
     group.add_argument(
-        "--limit", type=float, help="seconds after which to save a checkpoint and stop"
+        "--limit", type=_seconds, help="seconds after which to save a checkpoint and stop"
     )
     group.add_argument(
         "--save_every",
-        type=float,
+        type=_seconds,
         default=600,
         help="seconds between two checkpoints; 0 is none",
     )
@@ -108,6 +108,16 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected seconds from 0, got {text!r}")
+    return seconds
 
 
 def positive(text: str) -> int:

@@ -315,7 +315,12 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     parser = study.parser((__doc__ or "").splitlines()[0], out="runs/vision")
     group = parser.add_argument_group("model")
-    group.add_argument("--model", choices=["resnet", "vit"], default="resnet")
+    group.add_argument(
+        "--model",
+        choices=["resnet", "vit"],
+        default="resnet",
+        help="a residual network (ResNet-18 as it stands) or a small vision transformer",
+    )
     group.add_argument(
         "--width",
         type=study.positive,
@@ -325,12 +330,30 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--depth", type=study.positive, help="blocks of a stage, or in all; by default 2 or 6"
     )
-    group.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    group.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of activations and products; parameters and optimizer are float32",
+    )
     group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=study.positive, default=30)
-    group.add_argument("--batch_size", type=study.positive, default=128)
-    group.add_argument("--schedule", choices=["multistep", "cosine"], default="multistep")
-    group.add_argument("--padding", type=int, help="by default an eighth of the height")
+    group.add_argument(
+        "--epochs", type=study.positive, default=30, help="passes over the training images"
+    )
+    group.add_argument("--batch_size", type=study.positive, default=128, help="images of an update")
+    group.add_argument(
+        "--schedule",
+        choices=["multistep", "cosine"],
+        default="multistep",
+        help="a tenth after half of the run and a hundredth after three quarters, or a cosine to 0 "
+        "after a warm-up of a twentieth",
+    )
+    group.add_argument(
+        "--padding",
+        type=int,
+        help="width of the black border that images are cut out of; by default an eighth of the "
+        "height",
+    )
     group.add_argument(
         "--flip",
         action=argparse.BooleanOptionalAction,

@@ -153,6 +153,13 @@ class CommandTest(FolderTest):
         self.assertIn(message, str(context.exception.code))
         self.assertFalse((self.folder / "out").exists())
 
+    @parameterized.parameters("--limit=nan", "--limit=-1", "--save_every=inf", "--save_every=x")
+    def test_seconds_are_finite_numbers_from_zero(self, flag: str):
+        error = io.StringIO()
+        with self.assertRaises(SystemExit), contextlib.redirect_stderr(error):
+            self.run_command(flag)
+        self.assertIn("expected seconds from 0, got", error.getvalue())
+
     def test_a_validation_file_alone_is_an_error(self):
         with self.assertRaisesRegex(SystemExit, "Expected --data_file beside"):
             self.run_command("--validation_file=a.txt", text=False)
