@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -329,6 +330,41 @@ class RewriteTest(absltest.TestCase):
         # Two roundings in the place of one.
         trees.assert_close(actual, jnp.sqrt(x), rtol=3e-7, atol=0)
         self.assertTrue(np.signbit(actual[1]))
+
+
+def _equations(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
+    """All equations with the one whose result is their first operand, inner ones included."""
+    made_by: dict[int, Any] = {}
+    for equation in jaxpr.eqns:
+        yield equation, made_by.get(id(equation.invars[0])) if equation.invars else None
+        made_by.update((id(x), equation) for x in equation.outvars)
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+class EndsTest(parameterized.TestCase):
+    """Ends that fill no block. XLA fails on those written after a kernel, in a loop on a GPU."""
+
+    @parameterized.parameters((_ALIASES,), ({1: 2, 2: 3},))
+    @interpreter.elsewhere()
+    def test_no_end_is_written_into_what_a_kernel_returned(self, aliases: Any):
+        leaves = [dataclasses.replace(_leaf((n,)), aliases=aliases) for n in (1600, 1600, 50257)]
+        jaxpr = jax.make_jaxpr(lambda: _run(leaves, "pallas"))().jaxpr
+        made = [
+            origin
+            for equation, origin in _equations(jaxpr)
+            if equation.primitive.name == "dynamic_update_slice"
+        ]
+        self.assertLen(made, len(aliases) * len(leaves))
+        for origin in made:
+            self.assertEqual(origin.primitive.name, "optimization_barrier")
+
+    def test_by_default_such_leaves_are_left_to_xla(self):
+        leaves = [_leaf((n,)) for n in (768, 1600, 8320) for _ in range(tiling.GROUP)]
+        chosen = execute._small_and_many(leaves)
+        self.assertEqual(chosen, list(range(tiling.GROUP)))
 
 
 class TilingTest(parameterized.TestCase):

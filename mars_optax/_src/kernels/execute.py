@@ -160,6 +160,7 @@ def _small_and_many(leaves: Sequence[Leaf]) -> list[int]:
         for i, leaf in enumerate(leaves)
         if leaf.factor is None
         and tiling.WARPGROUP <= leaf.size <= tiling.SMALL
+        and tiling.fills(leaf.size)
         and _DTYPES.issuperset(leaf.dtypes)
     }
     room = {key: n - n % tiling.GROUP for key, n in Counter(keys.values()).items()}
@@ -262,12 +263,7 @@ def _on_gpu(
         assert tiles is not None
         ends: Any = [()] * len(mine)
         if tiles.rest:
-            ends = [_by_xla(of_block, x.slice(tiles.covered), tuple(table)) for x in mine]
-            # Kernels overwrite their operands: without an order the compiler would copy those.
-            operands = [x.operands for x in mine]
-            in_order: Any = jax.lax.optimization_barrier
-            ends, operands = in_order((ends, operands))
-            mine = [dataclasses.replace(x, operands=y) for x, y in zip(mine, operands, strict=True)]
+            ends, mine = _ended(of_block, mine, table, tiles.covered)
         if not tiles.covered:
             results.update(zip(indices, ends, strict=True))
             continue
@@ -284,13 +280,33 @@ def _on_gpu(
             )
         outputs = programs[key]([(x.operands, x.factor) for x in mine], table)
         for i, output, end in zip(indices, outputs, ends, strict=True):
-            if tiles.rest:
-                output = tuple(
-                    jax.lax.dynamic_update_slice(x, y, (tiles.covered,))
-                    for x, y in zip(output, end, strict=True)
-                )
-            results[i] = output
+            results[i] = tuple(
+                jnp.concatenate([x[: tiles.covered], end[k]])
+                if tiles.rest and k not in mine[0].aliases
+                else x
+                for k, x in enumerate(output)
+            )
     return [tuple(x.reshape(leaf.shape) for x in results[i]) for i, leaf in enumerate(leaves)]
+
+
+def _ended(
+    fn: Elementwise, leaves: Sequence[Leaf], table: jax.Array, start: int
+) -> tuple[list[tuple[jax.Array, ...]], list[Leaf]]:
+    """The outputs from `start` on, which no block covers, and the leaves with them in place.
+
+    What is written over an operand is written before a kernel gets that, which leaves its end
+    alone. XLA cannot compile the same after the kernel if it is in a loop (JAX 0.11).
+    """
+    ends = [_by_xla(fn, x.slice(start), tuple(table)) for x in leaves]
+    # Operands are overwritten: without an order the compiler would copy them.
+    in_order: Any = jax.lax.optimization_barrier
+    ends, operands = in_order((ends, [x.operands for x in leaves]))
+    results = []
+    for leaf, mine, end in zip(leaves, map(list, operands), ends, strict=True):
+        for output, operand in leaf.aliases.items():
+            mine[operand] = jax.lax.dynamic_update_slice(mine[operand], end[output], (start,))
+        results.append(dataclasses.replace(leaf, operands=tuple(mine)))
+    return ends, results
 
 
 def _on_tpu(fn: Elementwise, leaf: Leaf, table: jax.Array) -> tuple[jax.Array, ...]:

@@ -49,6 +49,12 @@ def tile(size: int, rows: int = 1) -> Tiling | None:
     return None
 
 
+def fills(size: int) -> bool:
+    """Whether the blocks of a leaf that is one row leave no rest."""
+    tiles = tile(size)
+    return tiles is not None and tiles.rest == 0
+
+
 def group(keys: Sequence[Hashable], sizes: Sequence[int]) -> list[list[int]]:
     """Indices of leaves gathered into calls: small leaves of the same key share one.
 
