@@ -825,10 +825,26 @@ _ASSEMBLY: Final = (
     Mutant(
         "tail_not_written",
         "kernels/execute.py",
-        "            if tiles.rest:\n                output = tuple(",
-        "            if False:\n                output = tuple(",
+        "mine[operand] = jax.lax.dynamic_update_slice(mine[operand], end[output], (start,))",
+        "pass",
         "what fills no block keeps its old value",
         (EXECUTE + "::DefectsTest::test_the_tail_is_written",),
+    ),
+    Mutant(
+        "tail_of_new_array_not_written",
+        "kernels/execute.py",
+        "if tiles.rest and k not in mine[0].aliases",
+        "if False",
+        "what fills no block is undefined in outputs of their own",
+        (FUSED + "::FusedStepTest::test_kernels_make_the_updates",),
+    ),
+    Mutant(
+        "small_leaves_with_a_rest",
+        "kernels/execute.py",
+        "        and tiling.fills(leaf.size)\n",
+        "",
+        "by default kernels are taken that leave a rest",
+        (EXECUTE + "::EndsTest::test_by_default_such_leaves_are_left_to_xla",),
     ),
     Mutant(
         "factor_of_other_row",
