@@ -836,7 +836,7 @@ _ASSEMBLY: Final = (
         "if tiles.rest and k not in mine[0].aliases",
         "if False",
         "what fills no block is undefined in outputs of their own",
-        (FUSED + "::test_kernels_make_the_updates",),
+        (FUSED + "::test_kernels_make_the_updates0",),
     ),
     Mutant(
         "small_leaves_with_a_rest",
