@@ -42,6 +42,23 @@ def _outcome(candidate: report.Summary, baseline: report.Summary) -> str:
     return "wins" if difference < 0 else "loses"
 
 
+def _when(summary: report.Summary, mean: float | None) -> str:
+    if mean is not None:
+        return f"{mean:.0f}"
+    return "never" if len(summary.runs) < 2 else "not at every seed"
+
+
+def _title(tree: Mapping[str, Any]) -> str:
+    """Says what was trained, in a heading."""
+    task = tree["task"]
+    model, size = task["model"], f"{task['parameters'] / 1e6:.1f} million parameters"
+    if tree["name"] == "gpt2":
+        steps = f"{task['schedule']['steps']:,} steps of {task['tokens_per_step']:,} tokens"
+        return f"Language: a GPT of {size}, {steps}"
+    kind = "residual network" if model["kind"] == "resnet" else "vision transformer"
+    return f"Images: a {kind} of {size}, {task['recipe']['epochs']} epochs"
+
+
 def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary) -> str:
     """Formats each optimizer at its best learning rate as a Markdown table.
 
@@ -83,9 +100,9 @@ def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary
                     f"{_number(min(summary.losses))} to {_number(max(summary.losses))}",
                     f"{min(each):+.4f} to {max(each):+.4f}" if each else "",
                     _outcome(summary, baseline),
-                    "never" if steps is None else f"{steps:.0f}",
+                    _when(summary, steps),
                     f"{1000 * seconds:.1f}",
-                    "never" if steps is None else f"{steps * seconds:.0f}",
+                    _when(summary, None if steps is None else steps * seconds),
                     f"{summary.runs[0].state_bytes / 1e6:.1f}",
                 ]
             )
@@ -156,14 +173,14 @@ def write(path: pathlib.Path, tables: Sequence[str], out: pathlib.Path) -> list[
       The files written.
     """
     tree = json.loads(path.read_text())
-    parts, written = [f"## {path.stem}"], []
+    parts, written = [f"## {_title(tree)}"], []
     for table in tables:
         text, summaries = section(tree, table)
         if summaries:
             plot = out / f"{path.stem}_{table.replace('/', '_')}.png"
             report.plot(summaries, plot)
             written.append(plot)
-            text += f"\n\n![Curves of {table}]({plot.name})"
+            text += f"\n\n![Curves of {path.stem}, {table}]({plot.name})"
         parts.append(text)
     parts += [f"Data: {_flat(tree['data'])}.", f"Task: {_flat(tree['task'])}."]
     parts += [f"Made with: {_flat(environment)}." for environment in tree["environments"]]

@@ -14,6 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
+from matplotlib import ticker
 
 from benchmarks.training import Run
 
@@ -279,6 +280,10 @@ def plot(summaries: Sequence[Summary], path: pathlib.Path) -> None:
     # Where no value is above 0 and finite, as of runs that diverged, a logarithmic axis raises.
     scale = "log" if any(v > 0 and math.isfinite(v) for v in drawn) else "linear"
     curves.set(xlabel="step", ylabel=f"{metric} ({unit})", yscale=scale)
+    if scale == "log":
+        # Plain numbers, where a curve spans less than a decade.
+        for each in (curves.yaxis.set_major_formatter, curves.yaxis.set_minor_formatter):
+            each(ticker.LogFormatter(labelOnlyBase=False))
     curves.legend()
     curves.grid(alpha=0.3, which="both")
     if swept:

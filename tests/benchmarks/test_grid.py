@@ -15,7 +15,12 @@ from absl.testing import absltest, parameterized
 from benchmarks import evidence, gpt2, grid, optimizers, resumable, study, vision
 from tests.support import versions
 
-_TASK = {"model": "none"}
+_TASK = {
+    "model": "none",
+    "parameters": 1_500_000,
+    "schedule": {"steps": 2000},
+    "tokens_per_step": 64,
+}
 
 
 def optimizer(name: str = "adamw") -> optimizers.Optimizer:
@@ -260,6 +265,9 @@ class TablesTest(FolderTest):
         path.write_text(json.dumps(tree))
         evidence.main([str(path), "--tables=main,mars/gamma"])
         text = (self.folder / "some.md").read_text()
+        self.assertStartsWith(
+            text, "## Language: a GPT of 1.5 million parameters, 2,000 steps of 64 tokens\n"
+        )
         main, ablation = text.split("### gpt2: mars/gamma")
         self.assertIn("| `mars` | 0.001 (1) | 2.0150 | 2.0100 to 2.0200 | -1.0000 to", main)
         self.assertIn("Not complete: `lion`, `muon`", main)
