@@ -17,6 +17,8 @@ INCLUDED_BY = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/results/gpt2_33m_4000_h200.md": "evidence.md",
+    "benchmarks/results/vision_resnet18_12_h200.md": "evidence.md",
     "colabs/README.md": "notebooks.md",
     "mars_optax/_src/README.md": "architecture.md",
     "tests/data/README.md": "recorded_trajectories.md",
