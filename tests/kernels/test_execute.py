@@ -126,6 +126,14 @@ class KernelsTest(parameterized.TestCase):
         trees.assert_close(_run(leaves, "pallas"), _run(leaves, "xla"), rtol=3e-7, atol=3e-7)
 
     @interpreter.elsewhere()
+    def test_leaves_with_and_without_a_factor_share_no_call(self):
+        leaves = [
+            _leaf((256,), factor, seed=i) for i, factor in enumerate((None, (1,), None, (1,)))
+        ]
+        for actual, expected in zip(_run(leaves, "pallas"), _run(leaves, "xla"), strict=True):
+            trees.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
+
+    @interpreter.elsewhere()
     def test_nan_and_inf_stay_in_their_elements(self):
         leaf = _leaf((300,), (1,))
         grad = leaf.operands[0].at[5].set(jnp.nan).at[140].set(jnp.inf).at[299].set(-jnp.inf)

@@ -839,6 +839,14 @@ _ASSEMBLY: Final = (
         (FUSED + "::test_kernels_make_the_updates0",),
     ),
     Mutant(
+        "factors_share_a_call",
+        "kernels/execute.py",
+        "(x.size, x.rows, x.dtypes, x.factor is None, fits)",
+        "(x.size, x.rows, x.dtypes, fits)",
+        "leaves with and without a factor share a call",
+        (EXECUTE + "::KernelsTest::test_leaves_with_and_without_a_factor_share_no_call",),
+    ),
+    Mutant(
         "small_leaves_with_a_rest",
         "kernels/execute.py",
         "        and tiling.fills(leaf.size)\n",

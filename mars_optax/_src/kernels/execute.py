@@ -252,7 +252,10 @@ def _on_gpu(
     flat = [
         _flat(leaf if fits else _broadcast(leaf)) for leaf, fits in zip(leaves, tiled, strict=True)
     ]
-    keys = [(x.size, x.rows, x.dtypes, fits) for x, fits in zip(flat, tiled, strict=True)]
+    keys = [
+        (x.size, x.rows, x.dtypes, x.factor is None, fits)
+        for x, fits in zip(flat, tiled, strict=True)
+    ]
     # One function for equal calls, which are then lowered once.
     programs: dict[Any, Any] = {}
     results: dict[int, tuple[jax.Array, ...]] = {}
