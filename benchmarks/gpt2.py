@@ -65,12 +65,7 @@ def parser() -> argparse.ArgumentParser:
         "--biases", action="store_true", help="biases, which the runs of the paper do without"
     )
     group.add_argument("--untied", action="store_true", help="an output layer of its own")
-    group.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        default="bfloat16",
-        help="of activations and products; parameters and optimizer are float32",
-    )
+    study.add_dtype(group)
     group.add_argument(
         "--attention",
         choices=["auto", "cudnn", "xla"],

@@ -104,6 +104,16 @@ def parser(description: str, *, out: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_dtype(group: Any) -> None:
+    """Adds the flag of the models' dtype to a group of flags."""
+    group.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of activations and products; parameters and optimizer are float32",
+    )
+
+
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text!r}")

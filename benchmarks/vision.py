@@ -330,12 +330,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--depth", type=study.positive, help="blocks of a stage, or in all; by default 2 or 6"
     )
-    group.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        default="bfloat16",
-        help="of activations and products; parameters and optimizer are float32",
-    )
+    study.add_dtype(group)
     group = parser.add_argument_group("training")
     group.add_argument(
         "--epochs", type=study.positive, default=30, help="passes over the training images"

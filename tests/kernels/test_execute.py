@@ -353,7 +353,7 @@ def _equations(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class EndsTest(parameterized.TestCase):
-    """Ends that fill no block. XLA fails on those written after a kernel, in a loop on a GPU."""
+    """Ends that fill no block. In a loop on a GPU, XLA failed where they were written last."""
 
     @parameterized.parameters((_ALIASES,), ({1: 2, 2: 3},))
     @interpreter.elsewhere()

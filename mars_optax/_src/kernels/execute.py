@@ -298,7 +298,8 @@ def _ended(
     """The outputs from `start` on, which no block covers, and the leaves with them in place.
 
     What is written over an operand is written before a kernel gets that, which leaves its end
-    alone. XLA cannot compile the same after the kernel if it is in a loop (JAX 0.11).
+    alone. Written into what the kernel returns, in a loop, XLA of JAX 0.11 took it for a part of
+    the kernel, and failed.
     """
     ends = [_by_xla(fn, x.slice(start), tuple(table)) for x in leaves]
     # Operands are overwritten: without an order the compiler would copy them.
