@@ -42,9 +42,9 @@ def _outcome(candidate: report.Summary, baseline: report.Summary) -> str:
     return "wins" if difference < 0 else "loses"
 
 
-def _when(summary: report.Summary, mean: float | None) -> str:
+def _when(summary: report.Summary, mean: float | None, form: str) -> str:
     if mean is not None:
-        return f"{mean:.0f}"
+        return format(mean, form)
     return "never" if len(summary.runs) < 2 else "not at every seed"
 
 
@@ -100,9 +100,9 @@ def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary
                     f"{_number(min(summary.losses))} to {_number(max(summary.losses))}",
                     f"{min(each):+.4f} to {max(each):+.4f}" if each else "",
                     _outcome(summary, baseline),
-                    _when(summary, steps),
+                    _when(summary, steps, ".0f"),
                     f"{1000 * seconds:.1f}",
-                    _when(summary, None if steps is None else steps * seconds),
+                    _when(summary, None if steps is None else steps * seconds, ".3g"),
                     f"{summary.runs[0].state_bytes / 1e6:.1f}",
                 ]
             )
