@@ -177,7 +177,8 @@ def optimizer(
     def step_fn(
         updates: optax.Updates, state: Any, params: optax.Params, extra_args: Any
     ) -> tuple[optax.Params, optax.OptState]:
-        if implementation == "xla" or (implementation is None and not execute.kernels_pay()):
+        pays = implementation is None and execute.kernels_pay(jax.tree.leaves(updates))
+        if implementation != "pallas" and not pays:
             updates, state = update_fn(updates, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
         checks.gradients(updates, params, "`params`")

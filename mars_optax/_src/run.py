@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from mars_optax._src import manual, trees, types
-from mars_optax._src.kernels import execute
+from mars_optax._src.kernels import execute, norms
 from mars_optax._src.leaf import clipping, correction, precision
 
 # (grad, prev_grad, clip, *moments, **scalars) -> (direction, *moments), all elementwise. What a
@@ -113,14 +113,6 @@ def run_step(
 
         return fn
 
-    def squares_of(grad: Any, prev: Any, leaf_axes: Any, *rest: Any) -> jax.Array:
-        """The square of the norm of the corrected gradient."""
-        dtype = precision.compute_dtype(*(x for x in (grad, prev, *rest) if x is not None))
-        wide_prev = None if prev is None else precision.widen(prev, dtype)
-        k = precision.widen_scalar(coefficient, dtype)
-        c = correction.corrected_gradient(precision.widen(grad, dtype), wide_prev, k)
-        return clipping.squares(c, leaf_axes.of_one_norm)
-
     def leaf_of(clip: Any, grad: Any, prev: Any, param: Any, *old: Any) -> execute.Leaf:
         present = [jnp.asarray(x) for x in (grad, prev, *old, param) if x is not None]
         wide = precision.widen(grad, precision.compute_dtype(*present))
@@ -135,7 +127,14 @@ def run_step(
 
     params, all_decays = (None, None) if finish is None else (finish.params, finish.decays)
     table = trees.rows((updates, prev_grad, params, *moments))
-    clips = _clips(squares_of, updates, prev_grad, axes, specs, moments, params, max_norm)
+    clips: list[Any] = [None] * len(table)
+    if max_norm is not None:
+        others = (*moments, params)
+        squares = _squares(updates, prev_grad, axes, others, coefficient, implementation)
+        clips = [
+            clipping.factor_of_squares(x, precision.widen_scalar(max_norm, x.dtype))
+            for x in sum_shards(squares, updates, axes, specs)
+        ]
     decay_of = [decays for _, decays in trees.rows((updates, all_decays))]
     outputs: list[Any] = [None] * len(table)
     for decays in (False, True):
@@ -149,25 +148,32 @@ def run_step(
     return direction, tuple(new_moments)
 
 
-def _clips(
-    squares_of: Callable[..., jax.Array],
+def _squares(
     updates: Any,
     prev_grad: Any,
     axes: Any,
-    specs: Any,
-    moments: Any,
-    params: Any,
-    max_norm: Any,
-) -> list[Any]:
-    """The factor of the clip of each leaf, or None."""
-    table = trees.rows((updates, prev_grad, axes, *moments, params))
-    if max_norm is None:
-        return [None] * len(table)
-    squares = [squares_of(*row) for row in table]
-    squares = sum_shards(squares, updates, axes, specs)
-    return [
-        clipping.factor_of_squares(x, precision.widen_scalar(max_norm, x.dtype)) for x in squares
-    ]
+    others: tuple[Any, ...],
+    coefficient: Any,
+    implementation: types.Implementation | None,
+) -> list[jax.Array]:
+    """The squares of the norms of each leaf's corrected gradient."""
+
+    def corrected(operands: Any, scalars: Any, dtype: Any) -> jax.Array:
+        grad, *prev = (precision.widen(x, dtype) for x in operands)
+        k = scalars[0] if scalars else coefficient
+        return correction.corrected_gradient(
+            grad, prev[0] if prev else None, precision.widen_scalar(k, dtype)
+        )
+
+    leaves = []
+    for grad, prev, leaf_axes, *rest in trees.rows((updates, prev_grad, axes, *others)):
+        present = [jnp.asarray(x) for x in (grad, prev, *rest) if x is not None]
+        operands = tuple(present[: 1 if prev is None else 2])
+        norm_axes = sorted(axis % jnp.ndim(grad) for axis in leaf_axes.of_one_norm)
+        leaves.append(norms.Leaf(operands, tuple(norm_axes), precision.compute_dtype(*present)))
+    is_constant = isinstance(coefficient, bool | int | float)
+    scalars = [] if is_constant else [jnp.asarray(coefficient)]
+    return norms.squares(corrected, leaves, scalars, implementation)
 
 
 def sum_shards(squares: list[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:

@@ -390,7 +390,8 @@ class TilingTest(parameterized.TestCase):
     def test_groups_hold_every_leaf_once_and_large_ones_alone(self):
         keys = ["a"] * 11 + ["b"] * 2 + ["large"] * 3
         sizes = [128] * 11 + [256] * 2 + [tiling.SMALL + 1] * 3
-        groups = tiling.group(keys, sizes)
+        lengths = [tiling.GROUP if size <= tiling.SMALL else 1 for size in sizes]
+        groups = tiling.group(keys, lengths)
         self.assertCountEqual([i for g in groups for i in g], range(16))
         self.assertEqual([len(g) for g in groups], [8, 3, 2, 1, 1, 1])
         self.assertTrue(all(len({keys[i] for i in g}) == 1 for g in groups))
@@ -435,7 +436,7 @@ class RefusalTest(parameterized.TestCase):
             mock.patch.object(jax, "devices", return_value=[device]),
             interpreter.never(),
         ):
-            self.assertFalse(execute.kernels_pay())
+            self.assertFalse(_pay())
             with self.assertRaisesRegex(NotImplementedError, r"needs a Hopper GPU .* has 8\.0"):
                 execute.elementwise(_adamw, [_leaf((256,))], (), "pallas")
 
@@ -447,9 +448,18 @@ class RefusalTest(parameterized.TestCase):
             mock.patch.object(jax, "__version_info__", (0, 11, 2)),
         ):
             with mock.patch.object(jax, "device_count", return_value=1):
-                self.assertTrue(execute.kernels_pay())
+                self.assertTrue(_pay())
+                # Each call by itself would compile its kernels.
+                self.assertFalse(execute.kernels_pay([jnp.ones(2)]))
             with mock.patch.object(jax, "device_count", return_value=2):
-                self.assertFalse(execute.kernels_pay())
+                self.assertFalse(_pay())
+
+
+def _pay() -> bool:
+    """Whether kernels pay inside a compiled program."""
+    seen = []
+    jax.make_jaxpr(lambda x: seen.append(execute.kernels_pay([x])))(1.0)
+    return seen[0]
 
 
 class DefectsTest(parameterized.TestCase):

@@ -145,7 +145,9 @@ class FusedStepTest(parameterized.TestCase):
         # Units in the last place of bfloat16, of the update and of the sum, where the float32 sums
         # differ before they are rounded.
         trees.assert_close(actual, expected, rtol=2.0**-7, atol=1e-4)
-        same = [np.mean(np.asarray(x) == np.asarray(y)) for x, y in _pairs(actual, expected)]
+        # The second moment is in float32, where sums differ in their last bits.
+        low = [(x, y) for x, y in _pairs(actual, expected) if x.dtype == jnp.bfloat16]
+        same = [np.mean(np.asarray(x) == np.asarray(y)) for x, y in low]
         self.assertGreater(min(same), 0.99)
 
     @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="kernels need JAX 0.10")

@@ -14,13 +14,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from mars_optax._src import types
-from mars_optax._src.kernels import shards, tiling
+from mars_optax._src.kernels import shards, tiling, transforms
 
 # (operands, factor, scalars) -> outputs, all elementwise; an absent factor is None.
 Elementwise = Callable[[tuple[Any, ...], Any, tuple[Any, ...]], tuple[Any, ...]]
 
 _INTERPRET: Final = "MARS_OPTAX_PALLAS_INTERPRET"
-_DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
+# Those that kernels read and write.
+DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def elementwise(
     if implementation == "pallas":
         _require_kernels(leaves)
         chosen = [i for i, leaf in enumerate(leaves) if leaf.size]
-    elif implementation is None and kernels_pay():
+    elif implementation is None and kernels_pay([x for y in leaves for x in y.operands]):
         chosen = _small_and_many(leaves)
     results = {
         i: _by_xla(fn, leaf, scalars) for i, leaf in enumerate(leaves) if i not in set(chosen)
@@ -100,15 +101,27 @@ def elementwise(
     return [results[i] for i in range(len(leaves))]
 
 
-def kernels_pay() -> bool:
+def kernels_pay(operands: Sequence[Any]) -> bool:
     """Whether this process runs on the one device for which kernels were measured to be faster.
 
     On several devices the leaves of a call would have to be sharded alike to be small and many.
+    Outside of a compiled program each call would make its kernels anew.
     """
     # Pallas changes from version to version: by default it is used where it was run.
     is_known = (0, 11) <= jax.__version_info__ < (0, 12)
     is_one_gpu = jax.default_backend() == "gpu" and shards.is_one_device()
-    return is_known and is_one_gpu and _refusal() is None
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
+    return is_known and is_one_gpu and is_traced and can_run()
+
+
+def can_run() -> bool:
+    """Whether kernels can run in this process, as far as that is known before compilation."""
+    return _refusal() is None
+
+
+def table_of(scalars: Sequence[jax.Array]) -> jax.Array:
+    """Scalars as the one array that kernels get."""
+    return jnp.asarray(scalars or [0.0], jnp.float32)
 
 
 def _by_xla(fn: Elementwise, leaf: Leaf, scalars: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -120,7 +133,7 @@ def _require_kernels(leaves: Sequence[Leaf]) -> None:
     """Raises with the reason where kernels were asked for and cannot run."""
     reason = _refusal()
     for leaf in leaves:
-        if other := set(leaf.dtypes) - _DTYPES:
+        if other := set(leaf.dtypes) - DTYPES:
             reason = reason or f"a leaf is kept or computed in {min(other)}, not in 16 or 32 bits"
     if reason:
         raise NotImplementedError(_message(reason))
@@ -161,7 +174,7 @@ def _small_and_many(leaves: Sequence[Leaf]) -> list[int]:
         if leaf.factor is None
         and tiling.WARPGROUP <= leaf.size <= tiling.SMALL
         and tiling.fills(leaf.size)
-        and _DTYPES.issuperset(leaf.dtypes)
+        and DTYPES.issuperset(leaf.dtypes)
     }
     room = {key: n - n % tiling.GROUP for key, n in Counter(keys.values()).items()}
     chosen = []
@@ -217,25 +230,12 @@ def _by_kernels(
         )
         return results
 
-    @jax.custom_batching.custom_vmap
-    def batched(table: jax.Array, *flat: jax.Array) -> tuple[jax.Array, ...]:
+    def by_shards(table: jax.Array, *flat: jax.Array) -> tuple[jax.Array, ...]:
         rest = iter(flat)
         return shards.on_shards(local, [[next(rest) for _ in a] for a in arrays], table, n_outputs)
 
-    @batched.def_vmap
-    def _batched(size: int, is_batched: Sequence[bool], *args: jax.Array) -> Any:
-        axes = [0 if batched else None for batched in is_batched]
-        outputs = jax.vmap(xla, axes, axis_size=size)(*args)
-        return outputs, (True,) * len(outputs)
-
-    run = jax.custom_jvp(batched)
-
-    @run.defjvp
-    def _jvp(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(xla, primals, tangents)
-
-    table = jnp.asarray(scalars or [0.0], jnp.float32)
-    outputs = run(table, *(x for mine in arrays for x in mine))
+    run = transforms.opaque(by_shards, xla)
+    outputs = run(table_of(scalars), *(x for mine in arrays for x in mine))
     return [tuple(outputs[i * n_outputs : (i + 1) * n_outputs]) for i in range(len(leaves))]
 
 
@@ -259,7 +259,9 @@ def _on_gpu(
     # One function for equal calls, which are then lowered once.
     programs: dict[Any, Any] = {}
     results: dict[int, tuple[jax.Array, ...]] = {}
-    for indices in tiling.group(keys, [leaf.size for leaf in leaves]):
+    for indices in tiling.group(
+        keys, [tiling.GROUP if x.size <= tiling.SMALL else 1 for x in leaves]
+    ):
         key, mine = keys[indices[0]], [flat[i] for i in indices]
         of_block = fn if key[-1] else _factor_last(fn)
         tiles = tiling.tile(mine[0].size, mine[0].rows or 1)

@@ -1,4 +1,7 @@
-"""Elementwise functions as Mosaic GPU kernels, for Hopper: leaves of one size in one call."""
+"""Elementwise functions, and sums of their squares, as Mosaic GPU kernels for Hopper.
+
+Leaves of one size share a call.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -64,12 +67,7 @@ def call(
             for k, (value, dtype) in enumerate(zip(outputs, out_dtypes, strict=True)):
                 out_refs[i * n_outputs + k][at] = value.astype(dtype)
 
-        if len(leaves) == 1:
-            on_leaf(0)
-            return
-        for i in range(len(leaves)):
-            # Branches of their own: those of one switch would each carry all references.
-            pl.when(where(0) == i)(functools.partial(on_leaf, i))
+        _for_leaf(where(0), len(leaves), on_leaf)
 
     operands = [scalars]
     for arrays, factors in leaves:
@@ -82,12 +80,83 @@ def call(
     struct: Any = jax.ShapeDtypeStruct
     shapes = [struct((size,), dtype) for _ in leaves for dtype in out_dtypes]
     launch = _launch_interpreted if interpret else _launch
-    results = launch(body, (len(leaves), tiles.rows, tiles.blocks), operands, shapes, targets)
+    results = launch(
+        body, (len(leaves), tiles.rows, tiles.blocks), operands, shapes, targets, "mars_step"
+    )
     return [tuple(results[i * n_outputs : (i + 1) * n_outputs]) for i in range(len(leaves))]
 
 
+def partial_squares(
+    fn: Callable[..., jax.Array],
+    leaves: Sequence[Sequence[jax.Array]],
+    scalars: jax.Array,
+    tiles: tiling.Tiling,
+    per_row: int,
+    *,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Sums the squares of `fn`, each program those of every `per_row`-th block of a row.
+
+    Args:
+      fn: The function of one block, of operands and scalars; float32.
+      leaves: For each leaf its operands, shape=(size,).
+      scalars: shape=(number of scalars,), dtype=float32.
+      tiles: How each leaf is cut, without a rest.
+      per_row: Programs of a row.
+      interpret: Whether to run in Pallas's interpreter, on any machine.
+
+    Returns:
+      The sums of each leaf, shape=(rows, per_row), dtype=float32.
+    """
+    n_operands, n_sums = len(leaves[0]), tiles.rows * per_row
+    if not interpret:
+        fn = rewrite.rewritten(fn, rewrite.GPU)
+
+    def body(where: Callable[[int], Any], *refs: Any) -> None:
+        scalars_ref, *operand_refs, out_ref = refs
+        row, first = where(1), where(2)
+
+        def on_leaf(i: int) -> None:
+            mine = operand_refs[i * n_operands : (i + 1) * n_operands]
+
+            def add(k: Any, total: jax.Array) -> jax.Array:
+                block = row * tiles.blocks + first + k * per_row
+                at = pl.ds(block * tiles.block, tiles.block)
+                values = tuple(_load(ref, at, tiles.block, interpret) for ref in mine)
+                value = fn(values, tuple(scalars_ref[k] for k in range(scalars.size)))
+                return total + value * value
+
+            zero = _laid_out(jnp.zeros(tiles.block, jnp.float32), tiles.block, interpret)
+            rounds = (tiles.blocks - first + per_row - 1) // per_row
+            total = jax.lax.fori_loop(0, rounds, add, zero)
+            out_ref[i * n_sums + row * per_row + first] = jnp.sum(total)
+
+        _for_leaf(where(0), len(leaves), on_leaf)
+
+    operands = [scalars, *(x for arrays in leaves for x in arrays)]
+    struct: Any = jax.ShapeDtypeStruct
+    shapes = [struct((len(leaves) * n_sums,), jnp.float32)]
+    grid = (len(leaves), tiles.rows, per_row)
+    launch = _launch_interpreted if interpret else _launch
+    (sums,) = launch(body, grid, operands, shapes, {}, "mars_norms")
+    return list(sums.reshape(len(leaves), tiles.rows, per_row))
+
+
+def _for_leaf(leaf: Any, n_leaves: int, on_leaf: Callable[[int], None]) -> None:
+    """Calls `on_leaf` with the index of a program's leaf, as a Python number."""
+    if n_leaves == 1:
+        on_leaf(0)
+        return
+    for i in range(n_leaves):
+        # Branches of their own: those of one switch would each carry all references.
+        pl.when(leaf == i)(functools.partial(on_leaf, i))
+
+
 def _load(ref: Any, at: Any, block: int, interpret: bool) -> jax.Array:
-    value: jax.Array = ref[at]
+    return _laid_out(ref[at], block, interpret)
+
+
+def _laid_out(value: jax.Array, block: int, interpret: bool) -> jax.Array:
     if interpret:
         return value
     # Every operand of a thread's at the same places, whatever the widths of their dtypes.
@@ -97,7 +166,12 @@ def _load(ref: Any, at: Any, block: int, interpret: bool) -> jax.Array:
 
 
 def _launch(
-    body: Any, grid: tuple[int, ...], operands: Any, shapes: Any, targets: Mapping[int, int]
+    body: Any,
+    grid: tuple[int, ...],
+    operands: Any,
+    shapes: Any,
+    targets: Mapping[int, int],
+    name: str,
 ) -> list[jax.Array]:
     """Runs `body` on a GPU; an aliased output is the reference of its operand."""
     fresh = [i for i in range(len(shapes)) if i not in targets]
@@ -114,7 +188,7 @@ def _launch(
         out_type=tuple(shapes[i] for i in fresh),
         mesh=plgpu.Mesh(grid=grid, grid_names=_AXES),
         compiler_params=plgpu.CompilerParams(),
-        name="mars_step",
+        name=name,
     )
 
     def on_references(refs: Any) -> None:
@@ -133,7 +207,12 @@ def _launch(
 
 
 def _launch_interpreted(
-    body: Any, grid: tuple[int, ...], operands: Any, shapes: Any, targets: Mapping[int, int]
+    body: Any,
+    grid: tuple[int, ...],
+    operands: Any,
+    shapes: Any,
+    targets: Mapping[int, int],
+    name: str,
 ) -> list[jax.Array]:
     """The same in Pallas's interpreter, which has no meshes."""
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -145,6 +224,6 @@ def _launch_interpreted(
         out_specs=(anywhere,) * len(shapes),
         input_output_aliases={operand: out for out, operand in targets.items()},
         interpret=True,
-        name="mars_step",
+        name=name,
     )(*operands)
     return list(outputs)

@@ -36,15 +36,20 @@ class Tiling:
         return self.rows * self.blocks * self.block
 
 
-def tile(size: int, rows: int = 1) -> Tiling | None:
-    """The tiling of `size` elements in `rows` equal rows; None if rows do not end with a block."""
+def tile(size: int, rows: int = 1, *, is_whole: bool = False) -> Tiling | None:
+    """The tiling of `size` elements in `rows` equal rows; None if rows do not end with a block.
+
+    One row may have a rest, unless it is to be whole.
+    """
     if size == 0:
         return Tiling(rows, 0, BLOCKS[0], 0)
     length = size // rows
     for block in BLOCKS:
         blocks, rest = divmod(length, block)
         # A rest of some percent is not worth smaller blocks.
-        if rest == 0 or (rows == 1 and (64 * rest <= length or block == WARPGROUP)):
+        if rest == 0 or (
+            rows == 1 and not is_whole and (64 * rest <= length or block == WARPGROUP)
+        ):
             return Tiling(rows, blocks, block, rest)
     return None
 
@@ -55,8 +60,8 @@ def fills(size: int) -> bool:
     return tiles is not None and tiles.rest == 0
 
 
-def group(keys: Sequence[Hashable], sizes: Sequence[int]) -> list[list[int]]:
-    """Indices of leaves gathered into calls: small leaves of the same key share one.
+def group(keys: Sequence[Hashable], lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of leaves gathered into calls of the same key, each of at most so many leaves.
 
     Calls of the same key and number of leaves are one program, compiled once.
     """
@@ -65,6 +70,6 @@ def group(keys: Sequence[Hashable], sizes: Sequence[int]) -> list[list[int]]:
         members.setdefault(key, []).append(i)
     calls = []
     for indices in members.values():
-        length = GROUP if sizes[indices[0]] <= SMALL else 1
+        length = lengths[indices[0]]
         calls += [indices[i : i + length] for i in range(0, len(indices), length)]
     return calls

@@ -1,0 +1,189 @@
+"""Squares of norms by kernels, against float64: sizes, rows, dtypes, values, transformations."""
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from mars_optax._src.kernels import execute, norms, shards, tiling
+from tests.support import interpreter, trees
+
+_K = 0.475
+
+
+def _corrected(operands: Any, scalars: Any, dtype: Any) -> jax.Array:
+    grad, prev = (x.astype(dtype) for x in operands)
+    return grad + scalars[0] * (grad - prev)
+
+
+def _leaf(
+    shape: tuple[int, ...], axes: Any = None, dtypes: Any = ("float32",) * 2, seed: int = 0
+) -> norms.Leaf:
+    rng = np.random.default_rng([seed, *shape])
+    operands = tuple(jnp.asarray(rng.standard_normal(shape), dtype) for dtype in dtypes)
+    return norms.Leaf(operands, tuple(range(len(shape))) if axes is None else axes, jnp.float32)
+
+
+def _run(leaves: list[norms.Leaf], implementation: Any, fn: Any = _corrected) -> Any:
+    def on(data: Any, k: Any) -> list[jax.Array]:
+        mine = [dataclasses.replace(x, operands=y) for x, y in zip(leaves, data, strict=True)]
+        return norms.squares(fn, mine, [k], implementation)
+
+    return jax.jit(on)([x.operands for x in leaves], jnp.float32(_K))
+
+
+def _oracle(leaf: norms.Leaf) -> np.ndarray:
+    grad, prev = (np.asarray(x, np.float64) for x in leaf.operands)
+    return np.sum((grad + _K * (grad - prev)) ** 2, axis=leaf.axes, keepdims=True)
+
+
+def _calls(leaves: list[norms.Leaf], implementation: Any) -> int:
+    return str(jax.make_jaxpr(lambda: _run(leaves, implementation))()).count("name=mars_norms")
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="kernels need JAX 0.10")
+class NormsTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        # As on one device, with the interpreter where that is no Hopper GPU.
+        self.enter_context(mock.patch.object(shards, "is_one_device", return_value=True))
+        self.enter_context(interpreter.elsewhere())
+
+    def check(self, leaves: list[norms.Leaf], calls: int, rtol: float = 1e-6):
+        self.assertEqual(_calls(leaves, "pallas"), calls)
+        expected = [_oracle(leaf) for leaf in leaves]
+        actual = _run(leaves, "pallas")
+        self.assertEqual([x.dtype for x in actual], [jnp.float32] * len(leaves))
+        self.assertEqual([x.shape for x in actual], [x.shape for x in expected])
+        trees.assert_close(actual, expected, rtol=rtol, atol=0)
+
+    @parameterized.parameters(
+        ((128,), None),  # one block, and programs without any
+        ((2, 64), None),
+        ((1031, 128), None),  # programs with one block and with two
+        ((50, 2560), None),
+        ((3, 1024), (1,)),  # rows of blocks
+        ((3, 16, 64), (1, 2)),
+        ((2, 3, 16, 8), (2, 3)),
+        ((300, 128), (1,)),  # more rows than programs for a leaf
+    )
+    def test_sizes_and_rows(self, shape: tuple[int, ...], axes: Any):
+        self.check([_leaf(shape, axes)], 1)
+
+    @parameterized.parameters(
+        ((7,), None),  # no block
+        ((3, 100), (1,)),  # rows that end within a block
+        ((16, 3, 64), (0, 2)),  # matrices that are not contiguous
+        ((16, 64), (0,)),
+        ((1600, 3), None),  # blocks and a rest
+        ((), None),
+        ((0, 4), None),
+    )
+    def test_what_blocks_do_not_fill_is_left_to_xla(self, shape: tuple[int, ...], axes: Any):
+        self.check([_leaf(shape, axes)], 0)
+
+    def test_leaves_of_a_kind_share_a_call_and_keep_their_order(self):
+        leaves = [_leaf((8, 128), seed=i) for i in range(tiling.GROUP + 1)]
+        leaves.insert(2, _leaf((4, 8, 32), (1, 2)))
+        leaves.insert(5, _leaf((1024,), dtypes=("bfloat16", "float32")))
+        leaves.insert(0, _leaf((5,)))
+        self.check(leaves, 4)
+
+    @parameterized.parameters("bfloat16", "float16")
+    def test_low_precision_is_widened(self, dtype: str):
+        self.check([_leaf((8, 128), dtypes=(dtype, "float32"))], 1)
+        self.check([_leaf((8, 128), dtypes=("float32", dtype))], 1)
+        self.check([_leaf((8, 128), dtypes=(dtype, dtype))], 1)
+
+    def test_other_dtypes_are_left_to_xla(self):
+        leaf = _leaf((8, 128))
+        with jax.enable_x64(True):
+            wide = dataclasses.replace(leaf, dtype=jnp.dtype("float64"))
+            self.assertEqual(_calls([wide], "pallas"), 0)
+            (actual,) = _run([wide], "pallas")
+            self.assertEqual(actual.dtype, jnp.float64)
+            # The coefficient is a float32 here.
+            trees.assert_close(actual, _oracle(leaf), rtol=1e-7, atol=0)
+            self.assertEqual(_calls([_leaf((8, 128), dtypes=("float64", "float32"))], "pallas"), 0)
+
+    @parameterized.parameters(np.nan, np.inf, 1e30)
+    def test_what_is_not_finite_stays_in_its_matrix(self, value: float):
+        first, second = _leaf((2, 8, 128), (1, 2)), _leaf((8, 128), seed=1)
+        grad = first.operands[0].at[1, 3, 5].set(value)
+        first = dataclasses.replace(first, operands=(grad, first.operands[1]))
+        actual = _run([first, second], "pallas")
+        np.testing.assert_allclose(actual[0][0], _oracle(first)[0], rtol=1e-6)
+        self.assertFalse(np.isfinite(actual[0][1]).any())
+        np.testing.assert_allclose(actual[1], _oracle(second), rtol=1e-6)
+
+    def test_batches_and_derivatives_are_those_of_xla(self):
+        leaf = _leaf((8, 128))
+
+        def by(implementation: Any) -> Any:
+            def norm(grad: jax.Array, k: Any) -> jax.Array:
+                mine = dataclasses.replace(leaf, operands=(grad, leaf.operands[1]))
+                (result,) = norms.squares(_corrected, [mine], [k], implementation)
+                return jnp.sum(result)
+
+            grad, k = leaf.operands[0], jnp.float32(_K)
+            batch = jnp.stack([grad, 2 * grad, -grad])
+            return (
+                jax.jit(jax.grad(norm, argnums=(0, 1)))(grad, k),
+                jax.jit(jax.vmap(norm, in_axes=(0, None)))(batch, k),
+                jax.jit(jax.vmap(norm, in_axes=(None, 0)))(grad, jnp.asarray([0.0, 0.5])),
+            )
+
+        trees.assert_close(by("pallas"), by("xla"), rtol=1e-6, atol=1e-6)
+
+    def test_by_default_large_leaves_with_one_norm(self):
+        large = (tiling.SMALL // 128 + 16, 128)
+        others = [(tiling.SMALL // 128, 128), (tiling.SMALL // 128 + 8, 128), (65537,)]
+        leaves = [
+            _leaf(others[0]),
+            _leaf(large),
+            _leaf((2, *large), (1, 2)),
+            *map(_leaf, others[1:]),
+        ]
+        self.assertEqual(_calls(leaves, None), 0)
+        with mock.patch.object(execute, "kernels_pay", return_value=True):
+            self.assertEqual(_calls(leaves, None), 1)
+            self.assertEqual(_calls([leaves[0], *leaves[2:]], None), 0)
+        self.assertEqual(_calls(leaves, "xla"), 0)
+
+    def test_on_several_devices_it_is_left_to_xla(self):
+        with mock.patch.object(shards, "is_one_device", return_value=False):
+            self.assertEqual(_calls([_leaf((8, 128))], "pallas"), 0)
+
+    def test_a_program_for_a_gpu_has_a_kernel_for_each_kind(self):
+        leaves = [_leaf((8, 256 + 256 * (i % 2))) for i in range(6)]
+        with interpreter.never():
+            exported = jax.export.export(
+                jax.jit(lambda data: _run(_with(leaves, data), "pallas")), platforms=["cuda"]
+            )([x.operands for x in leaves])
+        text = exported.mlir_module()
+        # Two sizes of three leaves: each one is lowered once.
+        self.assertEqual(text.count("mosaic_gpu_v2"), 2)
+
+    def test_a_program_for_others_has_none(self):
+        leaves = [_leaf((8, 256))]
+        for platform in ("cpu", "tpu"):
+            with interpreter.never():
+                exported = jax.export.export(
+                    jax.jit(lambda data: _run(_with(leaves, data), "pallas")),
+                    platforms=[platform],
+                )([x.operands for x in leaves])
+            self.assertNotIn("mosaic", exported.mlir_module())
+            self.assertNotIn("tpu_custom_call", exported.mlir_module())
+
+
+def _with(leaves: list[norms.Leaf], data: Any) -> list[norms.Leaf]:
+    return [dataclasses.replace(x, operands=y) for x, y in zip(leaves, data, strict=True)]
+
+
+if __name__ == "__main__":
+    absltest.main()
