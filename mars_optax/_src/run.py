@@ -160,10 +160,8 @@ def _squares(
 
     def corrected(operands: Any, scalars: Any, dtype: Any) -> jax.Array:
         grad, *prev = (precision.widen(x, dtype) for x in operands)
-        k = scalars[0] if scalars else coefficient
-        return correction.corrected_gradient(
-            grad, prev[0] if prev else None, precision.widen_scalar(k, dtype)
-        )
+        k = precision.widen_scalar(scalars[0], dtype)
+        return correction.corrected_gradient(grad, prev[0] if prev else None, k)
 
     leaves = []
     for grad, prev, leaf_axes, *rest in trees.rows((updates, prev_grad, axes, *others)):
@@ -171,9 +169,7 @@ def _squares(
         operands = tuple(present[: 1 if prev is None else 2])
         norm_axes = sorted(axis % jnp.ndim(grad) for axis in leaf_axes.of_one_norm)
         leaves.append(norms.Leaf(operands, tuple(norm_axes), precision.compute_dtype(*present)))
-    is_constant = isinstance(coefficient, bool | int | float)
-    scalars = [] if is_constant else [jnp.asarray(coefficient)]
-    return norms.squares(corrected, leaves, scalars, implementation)
+    return norms.squares(corrected, leaves, [coefficient], implementation)
 
 
 def sum_shards(squares: list[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:

@@ -11,7 +11,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 import mars_optax
-from mars_optax._src.kernels import execute
+from mars_optax._src.kernels import execute, shards
 from tests import registry
 from tests.support import interpreter, trees
 
@@ -123,6 +123,26 @@ class FusedStepTest(parameterized.TestCase):
         trees.assert_same_types(actual, expected)
         tolerance = _tolerance(name)
         trees.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+    @parameterized.parameters(*VARIANTS)
+    @interpreter.elsewhere()
+    def test_on_one_device_kernels_take_the_norms_too(self, name: str):
+        self.enter_context(mock.patch.object(shards, "is_one_device", return_value=True))
+        tx = make(name, implementation="xla", gamma=0.4)
+        expected = _train(tx, lambda *args: _by_two_calls(tx, *args))
+        tx = make(name, implementation="pallas", gamma=0.4)
+        step = lambda *args: mars_optax.fused_step(tx, *args)  # noqa: E731
+        actual = _train(tx, step)
+        trees.assert_same_types(actual, expected)
+        tolerance = _tolerance(name)
+        trees.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        jaxpr = str(jax.make_jaxpr(step)(_tree(1), tx.init(_tree(0)), _tree(0)))
+        # Of nine kernels eight share a call, and so do biases that are clipped; one for the stack.
+        # The embedding ends within a block.
+        options = VARIANTS[name][1]
+        n_calls = 5 if "optimize_1d" in options else 3
+        n_calls = 0 if options.get("max_norm", 1.0) is None else n_calls
+        self.assertEqual(jaxpr.count("name=mars_norms"), n_calls)
 
     @parameterized.parameters("mars", "lion", "mars_m")
     @interpreter.elsewhere()

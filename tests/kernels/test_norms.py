@@ -149,11 +149,20 @@ class NormsTest(parameterized.TestCase):
             _leaf((2, *large), (1, 2)),
             *map(_leaf, others[1:]),
         ]
-        self.assertEqual(_calls(leaves, None), 0)
+        with mock.patch.object(execute, "kernels_pay", return_value=False):
+            self.assertEqual(_calls(leaves, None), 0)
         with mock.patch.object(execute, "kernels_pay", return_value=True):
             self.assertEqual(_calls(leaves, None), 1)
             self.assertEqual(_calls([leaves[0], *leaves[2:]], None), 0)
         self.assertEqual(_calls(leaves, "xla"), 0)
+
+    def test_programs_have_as_many_blocks_each_where_they_can(self):
+        self.assertEqual(norms._programs(1152, 128), 128)
+        self.assertEqual(norms._programs(864, 128), 108)
+        self.assertEqual(norms._programs(3, 1024), 3)
+        # A prime has no such number.
+        self.assertEqual(norms._programs(1031, 1024), 1024)
+        self.assertEqual(norms._programs(5, 0), 1)
 
     def test_on_several_devices_it_is_left_to_xla(self):
         with mock.patch.object(shards, "is_one_device", return_value=False):

@@ -119,7 +119,7 @@ def can_run() -> bool:
     return _refusal() is None
 
 
-def table_of(scalars: Sequence[jax.Array]) -> jax.Array:
+def table_of(scalars: Sequence[Any]) -> jax.Array:
     """Scalars as the one array that kernels get."""
     return jnp.asarray(scalars or [0.0], jnp.float32)
 

@@ -127,7 +127,9 @@ def partial_squares(
                 return total + value * value
 
             zero = _laid_out(jnp.zeros(tiles.block, jnp.float32), tiles.block, interpret)
-            rounds = (tiles.blocks - first + per_row - 1) // per_row
+            rounds: Any = tiles.blocks // per_row
+            if tiles.blocks % per_row:
+                rounds = (tiles.blocks - first + per_row - 1) // per_row
             total = jax.lax.fori_loop(0, rounds, add, zero)
             out_ref[i * n_sums + row * per_row + first] = jnp.sum(total)
 

@@ -20,7 +20,8 @@ from mars_optax._src.leaf import clipping
 # (operands, scalars, dtype) -> the array whose norms are taken, elementwise and of that dtype.
 Elementwise = Callable[[tuple[Any, ...], tuple[Any, ...], Any], jax.Array]
 
-# Programs of a call, each with a sum of its own: some for each of a Hopper GPU's multiprocessors.
+# Programs of a call at most, each with a sum of its own: some for each of a Hopper GPU's
+# multiprocessors.
 _PROGRAMS: Final = 1024
 
 
@@ -59,7 +60,7 @@ class Leaf:
 def squares(
     fn: Elementwise,
     leaves: Sequence[Leaf],
-    scalars: Sequence[jax.Array],
+    scalars: Sequence[Any],
     implementation: types.Implementation | None,
 ) -> list[jax.Array]:
     """The squares of the norms of `fn` of each leaf, with the axes of a norm kept at length 1.
@@ -67,7 +68,7 @@ def squares(
     Args:
       fn: The function of a leaf, or of a block of one.
       leaves: What it is run on; all have as many operands.
-      scalars: Its further arguments, of shape ().
+      scalars: Its further arguments, numbers or arrays of shape ().
       implementation: "pallas" takes kernels where there is one device and blocks end with the
         norms; "xla" takes none; None takes them for large leaves, where they were measured to be
         faster.
@@ -86,7 +87,7 @@ def squares(
     return [results[i] for i in range(len(leaves))]
 
 
-def _by_xla(fn: Elementwise, leaf: Leaf, scalars: Sequence[jax.Array]) -> jax.Array:
+def _by_xla(fn: Elementwise, leaf: Leaf, scalars: Sequence[Any]) -> jax.Array:
     return clipping.squares(fn(leaf.operands, tuple(scalars), leaf.dtype), leaf.axes)
 
 
@@ -110,9 +111,7 @@ def _is_large(leaf: Leaf) -> bool:
     return is_fast and math.prod(leaf.shape) > tiling.SMALL
 
 
-def _by_kernels(
-    fn: Elementwise, leaves: Sequence[Leaf], scalars: Sequence[jax.Array]
-) -> list[jax.Array]:
+def _by_kernels(fn: Elementwise, leaves: Sequence[Leaf], scalars: Sequence[Any]) -> list[jax.Array]:
     """By kernels on one device; under transformations, by XLA."""
     n_operands = len(leaves[0].operands)
 
@@ -139,6 +138,16 @@ def _by_kernels(
     return list(transforms.opaque(local, xla)(table, *operands))
 
 
+def _programs(blocks: int, most: int) -> int:
+    """How many programs share the blocks of a row: alike if possible, at least half of `most`.
+
+    The compiler unrolls a loop of as many blocks in each program, and has more loads under way.
+    """
+    most = max(1, min(blocks, most))
+    alike = (n for n in range(most, most // 2, -1) if blocks % n == 0)
+    return next(alike, most)
+
+
 def _on_gpu(fn: Elementwise, leaves: Sequence[Leaf], table: jax.Array) -> list[jax.Array]:
     """Leaves of one kind share a call, and all leaves the sums of what programs have summed."""
     # Imported where it is needed: it is neither light nor everywhere.
@@ -152,7 +161,7 @@ def _on_gpu(fn: Elementwise, leaves: Sequence[Leaf], table: jax.Array) -> list[j
         mine = [leaves[i] for i in indices]
         tiles = _tiling(mine[0])
         assert tiles is not None
-        per_row = max(1, _PROGRAMS // (len(mine) * tiles.rows))
+        per_row = _programs(tiles.blocks, _PROGRAMS // (len(mine) * tiles.rows))
         key = keys[indices[0]], len(mine)
         if key not in programs:
             programs[key] = jax.jit(
