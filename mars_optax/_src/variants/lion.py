@@ -75,9 +75,9 @@ def scale_by_mars_lion(
       keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. False takes the same steps without,
         and excludes the clip, exact mode and `prev_grad_dtype`: see :func:`scale_by_mars`.
       weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars`.
-      implementation: What executes the elementwise part: ``"xla"``; ``"pallas"``, kernels for
-        Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone, where they
-        were measured to be faster.
+      implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
+        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
+        where they were measured to be faster.
 
     Returns:
       A transformation with state :class:`ScaleByMarsLionState`.
@@ -180,9 +180,9 @@ def mars_lion(
       mu_dtype: Storage dtype of the first moments; None for the parameter's.
       prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
       keep_prev_grad: Whether the state keeps the previous gradient, see :func:`scale_by_mars_lion`.
-      implementation: What executes the elementwise part: ``"xla"``; ``"pallas"``, kernels for
-        Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone, where they
-        were measured to be faster.
+      implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
+        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
+        where they were measured to be faster.
 
     Returns:
       An optimizer, as :func:`mars` does.

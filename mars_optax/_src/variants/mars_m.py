@@ -90,9 +90,9 @@ def scale_by_mars_m(
         and excludes the clip, exact mode and `prev_grad_dtype`: see :func:`scale_by_mars`.
       weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars_shampoo`. None:
         every leaf is a matrix (in, out) of rank 2.
-      implementation: What executes the elementwise part: ``"xla"``; ``"pallas"``, kernels for
-        Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone, where they
-        were measured to be faster.
+      implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
+        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
+        where they were measured to be faster.
       ns_steps: Number of iterations, an integer >= 0.
       ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
       ns_dtype: The dtype of the iteration.
@@ -220,9 +220,9 @@ def mars_m(
       mu_dtype: Storage dtype of the first moments; None for the parameter's.
       prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
       keep_prev_grad: Whether the state keeps the previous gradient, see :func:`scale_by_mars_m`.
-      implementation: What executes the elementwise part: ``"xla"``; ``"pallas"``, kernels for
-        Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone, where they
-        were measured to be faster.
+      implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
+        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
+        where they were measured to be faster.
 
     Returns:
       An optimizer, as :func:`mars` does.
