@@ -61,6 +61,7 @@ TYPES: Final = "tests/contract/test_state_types.py::StateTypesTest"
 INJECT: Final = "tests/contract/test_inject.py::InjectTest"
 DONATION: Final = "tests/contract/test_donation.py::DonationTest"
 EXECUTE: Final = "tests/kernels/test_execute.py"
+NORMS: Final = "tests/kernels/test_norms.py::NormsTest"
 FUSED: Final = "tests/kernels/test_fused_step.py::FusedStepTest"
 LOW: Final = "tests/test_low_precision.py"
 WRAPPERS: Final = "tests/test_wrappers.py"
@@ -591,17 +592,16 @@ _STATE: Final = (
     Mutant(
         "clip_of_leaf",
         "run.py",
-        "return clipping.squares(c, leaf_axes.of_one_norm)",
-        "return clipping.squares(c, tuple(range(c.ndim)))",
+        "norm_axes = sorted(axis % jnp.ndim(grad) for axis in leaf_axes.of_one_norm)",
+        "norm_axes = range(jnp.ndim(grad))",
         "a stack is clipped as one matrix",
         (AXES + "::BatchAxesTest::test_slices_of_a_stack_move_as_the_single_layers0",),
     ),
     Mutant(
         "clip_of_tree",
         "run.py",
-        "    squares = [squares_of(*row) for row in table]\n",
-        "    squares = [squares_of(*row) for row in table]\n"
-        "    squares = [sum(jnp.sum(y) for y in squares) + 0 * x for x in squares]\n",
+        "for x in sum_shards(squares, updates, axes, specs)",
+        "for x in [sum(jnp.sum(y) for y in squares) + 0 * x for x in squares]",
         "all leaves are clipped together",
         (MARS_0,),
     ),
@@ -616,8 +616,8 @@ _STATE: Final = (
     Mutant(
         "clip_of_gradient",
         "run.py",
-        "c = correction.corrected_gradient(precision.widen(grad, dtype), wide_prev, k)",
-        "c = correction.corrected_gradient(precision.widen(grad, dtype), None, k)",
+        "return correction.corrected_gradient(grad, prev[0] if prev else None, k)",
+        "return correction.corrected_gradient(grad, None, k)",
         "the norm is that of the gradient, not of the corrected one",
         (MARS_0,),
     ),
@@ -873,18 +873,90 @@ _ASSEMBLY: Final = (
     Mutant(
         "rest_of_every_row",
         "kernels/tiling.py",
-        "(rows == 1 and (64 * rest <= length or block == WARPGROUP))",
-        "(64 * rest <= length or block == WARPGROUP)",
+        "rows == 1 and not is_whole and (64 * rest <= length or block == WARPGROUP)",
+        "not is_whole and (64 * rest <= length or block == WARPGROUP)",
         "rows of a leaf may end within a block",
         (EXECUTE + "::TilingTest",),
     ),
     Mutant(
         "groups_of_one",
         "kernels/tiling.py",
-        "length = GROUP if sizes[indices[0]] <= SMALL else 1",
+        "length = lengths[indices[0]]",
         "length = 1",
         "small leaves do not share calls",
         (EXECUTE + "::TilingTest",),
+    ),
+    Mutant(
+        "kernels_of_one_call",
+        "kernels/execute.py",
+        "return is_known and is_one_gpu and is_traced and can_run()",
+        "return is_known and is_one_gpu and can_run()",
+        "outside of a compiled program each call compiles its kernels",
+        (EXECUTE + "::RefusalTest::test_what_pays_is_one_hopper_gpu",),
+    ),
+    Mutant(
+        "norms_last_blocks",
+        "kernels/mosaic_gpu.py",
+        "rounds = (tiles.blocks - first + per_row - 1) // per_row",
+        "rounds = tiles.blocks // per_row",
+        "blocks that programs do not share evenly are left out of a norm",
+        (NORMS + "::test_sizes_and_rows2",),
+    ),
+    Mutant(
+        "norms_first_row",
+        "kernels/mosaic_gpu.py",
+        "block = row * tiles.blocks + first + k * per_row",
+        "block = first + k * per_row",
+        "every matrix of a leaf has the norm of the first",
+        (NORMS + "::test_sizes_and_rows4",),
+    ),
+    Mutant(
+        "norms_without_coefficient",
+        "run.py",
+        "return norms.squares(corrected, leaves, [coefficient], implementation)",
+        "return norms.squares(corrected, leaves, [0 * coefficient], implementation)",
+        "the norm is that of the gradient, not of the corrected one",
+        (FUSED + "::test_on_one_device_kernels_take_the_norms_too0",),
+    ),
+    Mutant(
+        "norms_of_other_leaves",
+        "kernels/norms.py",
+        "parts.setdefault(per_row, []).extend(zip(indices, sums, strict=True))",
+        "parts.setdefault(per_row, []).extend(zip(indices[::-1], sums, strict=True))",
+        "leaves that share a call get each other's norms",
+        (NORMS + "::test_leaves_of_a_kind_share_a_call_and_keep_their_order",),
+    ),
+    Mutant(
+        "norms_of_whole_leaves",
+        "kernels/norms.py",
+        "return math.prod(self.shape[:leading]) if is_last else None",
+        "return math.prod(self.shape[:leading])",
+        "matrices that are not contiguous are summed as rows",
+        (NORMS + "::test_what_blocks_do_not_fill_is_left_to_xla2",),
+    ),
+    Mutant(
+        "norms_of_shards",
+        "kernels/norms.py",
+        'if implementation == "pallas" and execute.can_run() and shards.is_one_device():',
+        'if implementation == "pallas" and execute.can_run():',
+        "kernels take norms of leaves that may be sharded",
+        (NORMS + "::test_on_several_devices_it_is_left_to_xla",),
+    ),
+    Mutant(
+        "norms_of_stacks",
+        "kernels/norms.py",
+        "is_fast = tiles is not None and tiles.rows == 1 and tiles.block == tiling.BLOCKS[0]",
+        "is_fast = tiles is not None and tiles.block == tiling.BLOCKS[0]",
+        "by default kernels are taken for the norms of stacked matrices",
+        (NORMS + "::test_by_default_large_leaves_with_one_norm",),
+    ),
+    Mutant(
+        "norms_derivative",
+        "kernels/transforms.py",
+        "return jax.jvp(xla, primals, tangents)",
+        "return xla(*primals), xla(*primals)",
+        "kernels have another derivative than the same function by XLA",
+        (NORMS + "::test_batches_and_derivatives_are_those_of_xla",),
     ),
 )
 

@@ -102,9 +102,9 @@ def _tiling(leaf: Leaf) -> tiling.Tiling | None:
 
 
 def _is_large(leaf: Leaf) -> bool:
-    """Whether it has one norm, which XLA would reduce in two passes, of the largest blocks.
+    """Whether it has one norm, which XLA would reduce in two passes.
 
-    With smaller ones a program has too few loads under way.
+    And the largest blocks: smaller ones were not measured.
     """
     tiles = _tiling(leaf)
     is_fast = tiles is not None and tiles.rows == 1 and tiles.block == tiling.BLOCKS[0]
@@ -139,9 +139,10 @@ def _by_kernels(fn: Elementwise, leaves: Sequence[Leaf], scalars: Sequence[Any])
 
 
 def _programs(blocks: int, most: int) -> int:
-    """How many programs share the blocks of a row: alike if possible, at least half of `most`.
+    """How many programs share the blocks of a row.
 
-    The compiler unrolls a loop of as many blocks in each program, and has more loads under way.
+    As many blocks each where a number from half of `most` on allows it: a compiler can unroll a
+    loop whose length is fixed.
     """
     most = max(1, min(blocks, most))
     alike = (n for n in range(most, most // 2, -1) if blocks % n == 0)
