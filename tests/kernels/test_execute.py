@@ -436,7 +436,11 @@ class RefusalTest(parameterized.TestCase):
             mock.patch.object(jax, "devices", return_value=[device]),
             interpreter.never(),
         ):
-            self.assertFalse(_pay())
+            with (
+                mock.patch.object(jax, "__version_info__", (0, 11, 2)),
+                mock.patch.object(jax, "device_count", return_value=1),
+            ):
+                self.assertFalse(_pay())
             with self.assertRaisesRegex(NotImplementedError, r"needs a Hopper GPU .* has 8\.0"):
                 execute.elementwise(_adamw, [_leaf((256,))], (), "pallas")
 
@@ -449,6 +453,9 @@ class RefusalTest(parameterized.TestCase):
         ):
             with mock.patch.object(jax, "device_count", return_value=1):
                 self.assertTrue(_pay())
+                for version in ((0, 10, 2), (0, 12, 0)):
+                    with mock.patch.object(jax, "__version_info__", version):
+                        self.assertFalse(_pay())
                 # Each call by itself would compile its kernels.
                 self.assertFalse(execute.kernels_pay([jnp.ones(2)]))
             with mock.patch.object(jax, "device_count", return_value=2):

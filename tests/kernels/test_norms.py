@@ -7,13 +7,18 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from absl.testing import absltest, parameterized
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import mars_optax
 from mars_optax._src.kernels import execute, norms, shards, tiling
 from tests.support import interpreter, trees
 
 _K = 0.475
+_IS_GPU = jax.default_backend() == "gpu"
 
 
 def _corrected(operands: Any, scalars: Any, dtype: Any) -> jax.Array:
@@ -57,7 +62,11 @@ class NormsTest(parameterized.TestCase):
     def check(self, leaves: list[norms.Leaf], calls: int, rtol: float = 1e-6):
         self.assertEqual(_calls(leaves, "pallas"), calls)
         expected = [_oracle(leaf) for leaf in leaves]
-        actual = _run(leaves, "pallas")
+        is_all = all(norms._tiling(leaf) for leaf in leaves)
+        # What kernels do is not done by XLA; a GPU's program has both.
+        by_xla = mock.Mock(side_effect=AssertionError) if is_all and not _IS_GPU else norms._by_xla
+        with mock.patch.object(norms, "_by_xla", by_xla):
+            actual = _run(leaves, "pallas")
         self.assertEqual([x.dtype for x in actual], [jnp.float32] * len(leaves))
         self.assertEqual([x.shape for x in actual], [x.shape for x in expected])
         trees.assert_close(actual, expected, rtol=rtol, atol=0)
@@ -164,18 +173,86 @@ class NormsTest(parameterized.TestCase):
         self.assertEqual(norms._programs(1031, 1024), 1024)
         self.assertEqual(norms._programs(5, 0), 1)
 
+    def test_programs_of_a_call_are_divided_among_its_leaves(self):
+        # Before JAX 0.10 it cannot be imported.
+        from mars_optax._src.kernels import mosaic_gpu
+
+        leaves = [_leaf((257, 128), seed=i) for i in range(tiling.GROUP + 1)]
+        leaves.append(_leaf((2, 256, 128), (1, 2)))
+        with mock.patch.object(
+            mosaic_gpu, "partial_squares", wraps=mosaic_gpu.partial_squares
+        ) as sums:
+            self.check(leaves, 3)
+        counts = [call.kwargs["per_row"] for call in sums.call_args_list]
+        # 1024 programs for eight leaves, for one of 257 blocks, and for two rows of 16 blocks.
+        self.assertEqual(set(counts), {128, 257, 16})
+
+    @parameterized.parameters(None, "pallas")
+    def test_meshes_with_types_are_left_to_xla(self, implementation: Any):
+        leaf = _leaf((1024, 256))
+        pays = mock.patch.object(shards, "is_one_device", return_value=True)
+        device = mock.Mock(compute_capability="9.0")
+        for kind in (AxisType.Explicit, AxisType.Auto):
+            mesh = jax.make_mesh((1,), ("x",), axis_types=(kind,), devices=jax.devices()[:1])
+            for spec in (P(), P("x"), P(None, "x")):
+                put = jax.device_put(leaf.operands, NamedSharding(mesh, spec))
+                placed = dataclasses.replace(leaf, operands=put)
+                with pays:
+                    (actual,) = _run([placed], implementation)
+                np.testing.assert_allclose(actual, _oracle(leaf), rtol=1e-6)
+                with (
+                    mock.patch.object(jax, "default_backend", return_value="gpu"),
+                    mock.patch.object(jax, "devices", return_value=[device]),
+                    mock.patch.object(jax, "__version_info__", (0, 11, 2)),
+                ):
+                    self.assertEqual(_calls([placed], implementation), kind == AxisType.Auto)
+
+    def test_a_shard_map_on_one_device_is_left_to_xla(self):
+        leaf = _leaf((1024, 256))
+        mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+        mapped = jax.shard_map(
+            lambda data: _run(_with([leaf], [data]), "pallas")[0],
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(),
+        )
+        actual = jax.jit(mapped)(leaf.operands)
+        np.testing.assert_allclose(actual, _oracle(leaf), rtol=1e-6)
+
+    def test_where_no_kernel_can_run_it_is_left_to_xla(self):
+        with mock.patch.object(execute, "can_run", return_value=False):
+            self.assertEqual(_calls([_leaf((8, 128))], "pallas"), 0)
+
+    def test_what_pays_is_asked_with_all_operands(self):
+        leaves = [_leaf((8, 128)), _leaf((4, 128))]
+        with mock.patch.object(execute, "kernels_pay", return_value=False) as pays:
+            norms.squares(_corrected, leaves, [_K], None)
+        (seen,), _ = pays.call_args
+        self.assertEqual(list(map(id, seen)), [id(x) for y in leaves for x in y.operands])
+
+    def test_places_beyond_32_bits_and_rows_beyond_a_grid_are_left_to_xla(self):
+        struct = jax.ShapeDtypeStruct
+        for shape, axes, fits in (
+            ((2**20, 2**10), (0, 1), True),
+            ((2**20, 2**11), (0, 1), False),
+            ((65535, 128), (1,), True),
+            ((65536, 128), (1,), False),
+        ):
+            leaf = norms.Leaf((struct(shape, jnp.float32),) * 2, axes, jnp.float32)
+            self.assertEqual(norms._tiling(leaf) is not None, fits, shape)
+
     def test_on_several_devices_it_is_left_to_xla(self):
         with mock.patch.object(shards, "is_one_device", return_value=False):
             self.assertEqual(_calls([_leaf((8, 128))], "pallas"), 0)
 
     def test_a_program_for_a_gpu_has_a_kernel_for_each_kind(self):
-        leaves = [_leaf((8, 256 + 256 * (i % 2))) for i in range(6)]
+        leaves = [_leaf((8, 256), seed=i) for i in range(2 * tiling.GROUP)] + [_leaf((8, 512))]
         with interpreter.never():
             exported = jax.export.export(
                 jax.jit(lambda data: _run(_with(leaves, data), "pallas")), platforms=["cuda"]
             )([x.operands for x in leaves])
         text = exported.mlir_module()
-        # Two sizes of three leaves: each one is lowered once.
+        # The first two of three calls are the same function, which is lowered once.
         self.assertEqual(text.count("mosaic_gpu_v2"), 2)
 
     def test_a_program_for_others_has_none(self):
@@ -188,6 +265,31 @@ class NormsTest(parameterized.TestCase):
                 )([x.operands for x in leaves])
             self.assertNotIn("mosaic", exported.mlir_module())
             self.assertNotIn("tpu_custom_call", exported.mlir_module())
+
+
+class StepTest(absltest.TestCase):
+    """What a step takes norms of."""
+
+    def _leaf_of(self, tx: Any, grads: Any, params: Any) -> norms.Leaf:
+        with mock.patch.object(norms, "squares", wraps=norms.squares) as squares:
+            tx.update(grads, tx.init(params), params)
+        (leaf,) = squares.call_args.args[1]
+        return leaf
+
+    def test_the_arithmetic_is_that_of_the_widest_array(self):
+        with jax.enable_x64(True):
+            tx = mars_optax.scale_by_mars(mu_dtype="float64")
+            grads = {"x": jnp.ones((2, 3), jnp.float32)}
+            self.assertEqual(self._leaf_of(tx, grads, grads).dtype, jnp.float64)
+            tx = mars_optax.scale_by_mars(nu_dtype="float32", mu_dtype="float32")
+            self.assertEqual(self._leaf_of(tx, grads, grads).dtype, jnp.float32)
+
+    def test_axes_are_in_order_and_not_negative(self):
+        numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=1)
+        tx = mars_optax.scale_by_mars(weight_dimension_numbers={"x": numbers})
+        grads = {"x": jnp.ones((5, 2, 3))}
+        leaf = self._leaf_of(tx, grads, grads)
+        self.assertEqual((leaf.axes, leaf.rows), ((1, 2), 5))
 
 
 def _with(leaves: list[norms.Leaf], data: Any) -> list[norms.Leaf]:

@@ -937,7 +937,7 @@ _ASSEMBLY: Final = (
     Mutant(
         "norms_of_shards",
         "kernels/norms.py",
-        'if implementation == "pallas" and execute.can_run() and shards.is_one_device():',
+        'if implementation == "pallas" and execute.can_run() and shards.is_plain(operands):',
         'if implementation == "pallas" and execute.can_run():',
         "kernels take norms of leaves that may be sharded",
         (NORMS + "::test_on_several_devices_it_is_left_to_xla",),

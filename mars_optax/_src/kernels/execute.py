@@ -89,7 +89,7 @@ def elementwise(
     chosen: Sequence[int] = ()
     if implementation == "pallas":
         _require_kernels(leaves)
-        chosen = [i for i, leaf in enumerate(leaves) if leaf.size]
+        chosen = [i for i, leaf in enumerate(leaves) if 0 < leaf.size <= tiling.LARGEST]
     elif implementation is None and kernels_pay([x for y in leaves for x in y.operands]):
         chosen = _small_and_many(leaves)
     results = {
@@ -105,11 +105,12 @@ def kernels_pay(operands: Sequence[Any]) -> bool:
     """Whether this process runs on the one device for which kernels were measured to be faster.
 
     On several devices the leaves of a call would have to be sharded alike to be small and many.
-    Outside of a compiled program each call would make its kernels anew.
+    Meshes with types, and the user's shard_map, do without also on one. Outside of a compiled
+    program each call would make its kernels anew.
     """
     # Pallas changes from version to version: by default it is used where it was run.
     is_known = (0, 11) <= jax.__version_info__ < (0, 12)
-    is_one_gpu = jax.default_backend() == "gpu" and shards.is_one_device()
+    is_one_gpu = jax.default_backend() == "gpu" and shards.is_plain(operands)
     is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
     return is_known and is_one_gpu and is_traced and can_run()
 

@@ -20,8 +20,8 @@ from mars_optax._src.leaf import clipping
 # (operands, scalars, dtype) -> the array whose norms are taken, elementwise and of that dtype.
 Elementwise = Callable[[tuple[Any, ...], tuple[Any, ...], Any], jax.Array]
 
-# Programs of a call at most, each with a sum of its own: some for each of a Hopper GPU's
-# multiprocessors.
+# Programs of a call, each with a sum of its own, some for each of a Hopper GPU's multiprocessors:
+# no more, unless there are more rows.
 _PROGRAMS: Final = 1024
 
 
@@ -69,14 +69,15 @@ def squares(
       fn: The function of a leaf, or of a block of one.
       leaves: What it is run on; all have as many operands.
       scalars: Its further arguments, numbers or arrays of shape ().
-      implementation: "pallas" takes kernels where there is one device and blocks end with the
-        norms; "xla" takes none; None takes them for large leaves, where they were measured to be
-        faster.
+      implementation: "pallas" takes kernels on one Hopper GPU outside of meshes with types, for
+        float32 arithmetic on leaves whose blocks end with the norms; "xla" takes none; None takes
+        them for large leaves, where they were measured to be faster.
     """
     chosen: list[int] = []
-    if implementation == "pallas" and execute.can_run() and shards.is_one_device():
+    operands = [x for leaf in leaves for x in leaf.operands]
+    if implementation == "pallas" and execute.can_run() and shards.is_plain(operands):
         chosen = [i for i, leaf in enumerate(leaves) if _tiling(leaf) is not None]
-    elif implementation is None and execute.kernels_pay([x for y in leaves for x in y.operands]):
+    elif implementation is None and execute.kernels_pay(operands):
         chosen = [i for i, leaf in enumerate(leaves) if _is_large(leaf)]
     results = {
         i: _by_xla(fn, leaf, scalars) for i, leaf in enumerate(leaves) if i not in set(chosen)
@@ -96,9 +97,10 @@ def _tiling(leaf: Leaf) -> tiling.Tiling | None:
     is_known = leaf.dtype == jnp.float32 and execute.DTYPES.issuperset(
         str(x.dtype) for x in leaf.operands
     )
-    if not is_known or not leaf.rows or math.prod(leaf.shape) == 0:
+    size = math.prod(leaf.shape)
+    if not is_known or leaf.rows is None or not 0 < size <= tiling.LARGEST:
         return None
-    return tiling.tile(math.prod(leaf.shape), leaf.rows, is_whole=True)
+    return tiling.tile(size, leaf.rows, is_whole=True)
 
 
 def _is_large(leaf: Leaf) -> bool:
@@ -112,7 +114,7 @@ def _is_large(leaf: Leaf) -> bool:
 
 
 def _by_kernels(fn: Elementwise, leaves: Sequence[Leaf], scalars: Sequence[Any]) -> list[jax.Array]:
-    """By kernels on one device; under transformations, by XLA."""
+    """By kernels in programs for GPUs; elsewhere and under transformations, by XLA."""
     n_operands = len(leaves[0].operands)
 
     def rebuilt(flat: Sequence[jax.Array]) -> list[Leaf]:

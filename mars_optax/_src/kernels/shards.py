@@ -58,6 +58,15 @@ def is_one_device() -> bool:
     return jax.device_count() == 1 and (mesh.empty or mesh.size == 1)
 
 
+def is_plain(arrays: Sequence[Any]) -> bool:
+    """Whether there is one device, and no mesh on which arrays have types of their own."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    kinds = {
+        kind for mesh in (jax.sharding.get_abstract_mesh(), *meshes) for kind in mesh.axis_types
+    }
+    return is_one_device() and kinds <= {jax.sharding.AxisType.Auto}
+
+
 def has_partitioner() -> bool:
     """Whether JAX can ask for the shards of an operation: not on TPUs (jax issue 38196)."""
     return jax.default_backend() != "tpu"

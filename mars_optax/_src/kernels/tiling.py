@@ -10,6 +10,10 @@ WARPGROUP: Final = 128
 BLOCKS: Final = (2048, 1024, 512, 256, 128)
 # Elements up to which launching a kernel takes longer than what the kernel does.
 SMALL: Final = 1 << 16
+# Elements up to which places in a leaf are 32-bit numbers.
+LARGEST: Final = 2**31 - 1
+# Rows of a leaf, along the second axis of a grid.
+_MOST_ROWS: Final = 65535
 # Leaves of a call: each has code of its own in it.
 GROUP: Final = 8
 
@@ -39,10 +43,12 @@ class Tiling:
 def tile(size: int, rows: int = 1, *, is_whole: bool = False) -> Tiling | None:
     """The tiling of `size` elements in `rows` equal rows; None if rows do not end with a block.
 
-    One row may have a rest, unless it is to be whole.
+    One row may have a rest, unless it is to be whole. Rows may also be too many for a grid.
     """
     if size == 0:
         return Tiling(rows, 0, BLOCKS[0], 0)
+    if rows > _MOST_ROWS:
+        return None
     length = size // rows
     for block in BLOCKS:
         blocks, rest = divmod(length, block)
