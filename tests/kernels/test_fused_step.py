@@ -124,9 +124,9 @@ class FusedStepTest(parameterized.TestCase):
         tolerance = _tolerance(name)
         trees.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
-    @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="kernels need JAX 0.10")
     @parameterized.parameters(*VARIANTS)
     @interpreter.elsewhere()
+    @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="kernels need JAX 0.10")
     def test_on_one_device_kernels_take_the_norms_too(self, name: str):
         self.enter_context(mock.patch.object(shards, "is_one_device", return_value=True))
         tx = make(name, implementation="xla", gamma=0.4)

@@ -111,7 +111,7 @@ class NormsTest(parameterized.TestCase):
 
     def test_other_dtypes_are_left_to_xla(self):
         leaf = _leaf((8, 128))
-        with jax.enable_x64(True):
+        with trees.float64():
             wide = dataclasses.replace(leaf, dtype=jnp.dtype("float64"))
             self.assertEqual(_calls([wide], "pallas"), 0)
             (actual,) = _run([wide], "pallas")
@@ -277,7 +277,7 @@ class StepTest(absltest.TestCase):
         return leaf
 
     def test_the_arithmetic_is_that_of_the_widest_array(self):
-        with jax.enable_x64(True):
+        with trees.float64():
             tx = mars_optax.scale_by_mars(mu_dtype="float64")
             grads = {"x": jnp.ones((2, 3), jnp.float32)}
             self.assertEqual(self._leaf_of(tx, grads, grads).dtype, jnp.float64)
