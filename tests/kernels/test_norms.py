@@ -87,7 +87,7 @@ class NormsTest(parameterized.TestCase):
     @parameterized.parameters(
         ((7,), None),  # no block
         ((3, 100), (1,)),  # rows that end within a block
-        ((16, 3, 64), (0, 2)),  # matrices that are not contiguous
+        ((16, 4, 64), (0, 2)),  # matrices that are not contiguous
         ((16, 64), (0,)),
         ((1600, 3), None),  # blocks and a rest
         ((), None),

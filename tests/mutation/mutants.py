@@ -912,11 +912,11 @@ _ASSEMBLY: Final = (
     ),
     Mutant(
         "norms_without_coefficient",
-        "run.py",
-        "return norms.squares(corrected, leaves, [coefficient], implementation)",
-        "return norms.squares(corrected, leaves, [0 * coefficient], implementation)",
-        "the norm is that of the gradient, not of the corrected one",
-        (FUSED + "::test_on_one_device_kernels_take_the_norms_too0",),
+        "kernels/mosaic_gpu.py",
+        "value = fn(values, tuple(scalars_ref[k] for k in range(scalars.size)))",
+        "value = fn(values, tuple(0 * scalars_ref[k] for k in range(scalars.size)))",
+        "kernels take the norm of the gradient, not of the corrected one",
+        (NORMS + "::test_sizes_and_rows0",),
     ),
     Mutant(
         "norms_of_other_leaves",
