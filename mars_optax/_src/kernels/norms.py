@@ -1,7 +1,7 @@
 """Squares of the norms of matrices: by XLA, or by kernels that share launches and the last pass.
 
-XLA reduces each large matrix in two passes. Of a hundred matrices the second ones, of some hundred
-numbers each, take as long as a tenth of the whole step.
+XLA reduces each large matrix in two passes. Of the 49 such matrices of GPT-2 small the second ones,
+of some hundred numbers each, take about a tenth of a step.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from mars_optax._src.leaf import clipping
 # (operands, scalars, dtype) -> the array whose norms are taken, elementwise and of that dtype.
 Elementwise = Callable[[tuple[Any, ...], tuple[Any, ...], Any], jax.Array]
 
-# Programs of a call, each with a sum of its own, some for each of a Hopper GPU's multiprocessors:
-# no more, unless there are more rows.
+# Programs of a call, each with a sum of its own: about eight for each of a Hopper GPU's 132
+# multiprocessors. More only where there are more rows than that.
 _PROGRAMS: Final = 1024
 
 
@@ -152,7 +152,7 @@ def _programs(blocks: int, most: int) -> int:
 
 
 def _on_gpu(fn: Elementwise, leaves: Sequence[Leaf], table: jax.Array) -> list[jax.Array]:
-    """Leaves of one kind share a call, and all leaves the sums of what programs have summed."""
+    """Leaves of one kind share a call, and leaves with as many partial sums the last sum."""
     # Imported where it is needed: it is neither light nor everywhere.
     from mars_optax._src.kernels import mosaic_gpu
 
