@@ -128,8 +128,8 @@ def scale_by_mars(
         :class:`optax.contrib.MuonDimensionNumbers`, a tree of them with None for vectors, or a
         callable ``params -> tree``. None: each leaf is clipped as a whole.
       implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
-        where they were measured to be faster.
+        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
+        :func:`fused_step` alone, where they were measured to be faster.
 
     Returns:
       A transformation with state :class:`ScaleByMarsState`. Complex leaves follow Optax: :math:`v`
@@ -311,8 +311,8 @@ def mars(
       prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
       keep_prev_grad: Whether the state keeps the previous gradient, see :func:`scale_by_mars`.
       implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
-        where they were measured to be faster.
+        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
+        :func:`fused_step` alone, where they were measured to be faster.
 
     Returns:
       An optimizer. Updates have the dtypes of the parameters; decay and learning rate are applied

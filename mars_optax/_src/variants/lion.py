@@ -76,8 +76,8 @@ def scale_by_mars_lion(
         and excludes the clip, exact mode and `prev_grad_dtype`: see :func:`scale_by_mars`.
       weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars`.
       implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
-        where they were measured to be faster.
+        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
+        :func:`fused_step` alone, where they were measured to be faster.
 
     Returns:
       A transformation with state :class:`ScaleByMarsLionState`.
@@ -181,8 +181,8 @@ def mars_lion(
       prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
       keep_prev_grad: Whether the state keeps the previous gradient, see :func:`scale_by_mars_lion`.
       implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
-        where they were measured to be faster.
+        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
+        :func:`fused_step` alone, where they were measured to be faster.
 
     Returns:
       An optimizer, as :func:`mars` does.

@@ -91,8 +91,8 @@ def scale_by_mars_m(
       weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars_shampoo`. None:
         every leaf is a matrix (in, out) of rank 2.
       implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
-        where they were measured to be faster.
+        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
+        :func:`fused_step` alone, where they were measured to be faster.
       ns_steps: Number of iterations, an integer >= 0.
       ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
       ns_dtype: The dtype of the iteration.
@@ -221,8 +221,8 @@ def mars_m(
       prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
       keep_prev_grad: Whether the state keeps the previous gradient, see :func:`scale_by_mars_m`.
       implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
-        where they were measured to be faster.
+        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
+        :func:`fused_step` alone, where they were measured to be faster.
 
     Returns:
       An optimizer, as :func:`mars` does.

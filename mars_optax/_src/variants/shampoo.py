@@ -92,8 +92,8 @@ def scale_by_mars_shampoo(
         :class:`optax.contrib.MuonDimensionNumbers`, a tree of them, or a callable
         ``params -> tree``. None: every leaf is a matrix (in, out) of rank 2.
       implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
-        where they were measured to be faster.
+        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
+        :func:`fused_step` alone, where they were measured to be faster.
       ns_steps: Number of iterations, an integer >= 0.
       ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
       ns_dtype: The dtype of the iteration.
@@ -231,8 +231,8 @@ def mars_shampoo(
       keep_prev_grad: Whether the state keeps the previous gradient, see
         :func:`scale_by_mars_shampoo`. False excludes `optimize_1d`.
       implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and TPUs; or None, which takes kernels in :func:`fused_step` alone,
-        where they were measured to be faster.
+        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
+        :func:`fused_step` alone, where they were measured to be faster.
       amsgrad: Whether the other leaves use their largest second moment so far.
       nu_dtype: Storage dtype of their second moments; None for the parameter's, at least float32.
 
