@@ -113,11 +113,11 @@ def fused_step(
     r"""Updates the parameters: `optimizer.update` and :func:`optax.apply_updates` in one call.
 
     The result is the same, to the rounding of compiled sums. What is gained: in a compiled program
-    for one Hopper GPU the many leaves of a model whose layers are not stacked share kernels, which
-    otherwise are launched one by one: small leaves (biases, scales of norms), and the norms of
-    matrices. With ``implementation="pallas"`` kernels update every leaf of fewer than 2^31
-    elements, parameters and state in place. Elsewhere, and for any other optimizer, this is those
-    two calls, which XLA fuses under :func:`jax.jit`.
+    for one Hopper GPU the many leaves of a model whose layers are not stacked share kernels in
+    :func:`mars` and :func:`mars_lion`, which otherwise are launched one by one: small leaves
+    (biases, scales of norms), and the norms of matrices. With ``implementation="pallas"`` kernels
+    update every leaf of fewer than 2^31 elements, parameters and state in place. Elsewhere, and for
+    any other optimizer, this is those two calls, which XLA fuses under :func:`jax.jit`.
 
     Args:
       optimizer: Any optimizer. One of this package by itself is fused; inside a chain or another

@@ -44,7 +44,10 @@ class Finish:
 
 
 def finished(direction: Any, param: Any, scale: Any, decay: Any) -> jax.Array:
-    """A new parameter, in its own dtype: the update is rounded to it, and so is the sum."""
+    """A new parameter, in its own dtype: the update is rounded to it, and so is the sum.
+
+    The first rounding XLA may leave out on a GPU, as it may between `update` and `apply_updates`.
+    """
     wide = precision.widen(param)
     if decay is not None:
         direction = direction + decay * wide

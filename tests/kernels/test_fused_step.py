@@ -11,7 +11,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 import mars_optax
-from mars_optax._src.kernels import execute, shards
+from mars_optax._src.kernels import execute, shards, tiling
 from tests import registry
 from tests.support import interpreter, trees
 
@@ -166,9 +166,10 @@ class FusedStepTest(parameterized.TestCase):
         # Units in the last place of bfloat16, of the update and of the sum, where the float32 sums
         # differ before they are rounded.
         trees.assert_close(actual, expected, rtol=2.0**-7, atol=1e-4)
-        # The second moment is in float32, where sums differ in their last bits.
+        # The second moment is in float32, where sums differ in their last bits. What fills no block
+        # is left to XLA, which on a GPU rounds the sum alone.
         low = [(x, y) for x, y in _pairs(actual, expected) if x.dtype == jnp.bfloat16]
-        same = [np.mean(np.asarray(x) == np.asarray(y)) for x, y in low]
+        same = [np.mean(_in_blocks(x) == _in_blocks(y)) for x, y in low if x.size >= tiling.WARPGROUP]
         self.assertGreater(min(same), 0.99)
 
     @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="kernels need JAX 0.10")
@@ -185,6 +186,16 @@ class FusedStepTest(parameterized.TestCase):
         trees.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
         # Eight of the nine biases share one kernel, all else is left to XLA.
         self.assertEqual(str(jaxpr).count("name=mars_step"), 1)
+
+    @parameterized.parameters("mars_m", "shampoo")
+    @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="kernels need JAX 0.10")
+    def test_none_are_chosen_beside_newton_schulz(self, name: str):
+        tx = make(name)
+        step = lambda *args: mars_optax.fused_step(tx, *args)  # noqa: E731
+        arguments = (_tree(1), tx.init(_tree(0)), _tree(0))
+        with interpreter.elsewhere(), mock.patch.object(execute, "kernels_pay", return_value=True):
+            self.assertNotIn("name=mars_", str(jax.make_jaxpr(step)(*arguments)))
+        trees.assert_equal(step(*arguments), _by_two_calls(tx, *arguments))
 
     def test_parameters_and_moments_are_written_over_what_they_were(self):
         tx, kernels = (
@@ -258,6 +269,11 @@ class FusedStepTest(parameterized.TestCase):
         params, state = step(_tree(1), tx.init(params), params)
         params, state = step(_tree(2), state, params)
         self.assertTrue(np.isfinite(np.asarray(params["embed"])).all())
+
+
+def _in_blocks(x: jax.Array) -> np.ndarray:
+    """The elements that kernels compute, flat."""
+    return np.asarray(x).reshape(-1)[: x.size - x.size % tiling.WARPGROUP]
 
 
 def _pairs(actual: Any, expected: Any) -> list[tuple[Any, Any]]:
