@@ -34,6 +34,7 @@ DOMAIN = dataclasses.replace(
     optimizers.LANGUAGE,
     learning_rates={
         "adamw": 2e-3,
+        "nadamw": 2e-3,
         "mars": 4e-3,
         "lion": 2.5e-4,
         "mars_lion": 2.5e-4,

@@ -195,6 +195,10 @@ OPTIMIZERS = {
         Optimizer(
             "adamw", 8e-3, {"b1": 0.9, "b2": 0.95, "weight_decay": _DECAY}, _optax(optax.adamw)
         ),
+        # Nesterov's momentum, which the correction of `mars` is at gamma = 1 - b1.
+        Optimizer(
+            "nadamw", 8e-3, {"b1": 0.9, "b2": 0.95, "weight_decay": _DECAY}, _optax(optax.nadamw)
+        ),
         # At AdamW's betas, the correction and the clip of each matrix are what differs from AdamW.
         # The published betas, 0.95 and 0.99, average over a window too long for a thousand steps.
         Optimizer(
@@ -256,7 +260,7 @@ OPTIMIZERS = {
 # The rows of an ablation: what follows the name of the optimizer. The first is the control.
 _MEMORY_FREE = ("max_norm=none", "keep_prev_grad=false")
 ABLATIONS: Mapping[str, Sequence[Sequence[str]]] = {
-    "gamma": [[f"gamma={gamma}"] for gamma in ("0", "0.01", "0.025", "0.05", "0.1")],
+    "gamma": [[f"gamma={gamma}"] for gamma in ("0", "0.01", "0.025", "0.05", "0.1", "0.2")],
     "clip": [
         [],
         ["max_norm=none"],
@@ -276,15 +280,39 @@ ABLATIONS: Mapping[str, Sequence[Sequence[str]]] = {
     "matrices": [["matrices=hidden"], ["matrices=all"]],
     "convolutions": [["matrices=dense"], ["matrices=hidden"], ["matrices=all"]],
 }
-MAIN = ("adamw", "lion", "muon", "mars", "mars_lion", "mars_shampoo", "mars_m")
+TABLES: Mapping[str, Sequence[str]] = {
+    "main": ("adamw", "lion", "muon", "mars", "mars_lion", "mars_shampoo", "mars_m"),
+    # Longer averages of squares, wherever there are some; and other momenta.
+    "averages": (
+        "adamw:b2=0.999",
+        "adamw:b2=0.99",
+        "nadamw:b2=0.99",
+        "mars:gamma=0:b2=0.99",
+        "mars:b2=0.99",
+        "mars:gamma=0.1:b2=0.99",
+        "muon:b2_1d=0.99",
+        "muon:beta=0.9:b2_1d=0.99",
+        "mars_m:b2_1d=0.99",
+        "mars_m:gamma=0.1:b2_1d=0.99",
+        "mars_m:b1=0.9:gamma=0.2:b2_1d=0.99",
+    ),
+    "momenta": (
+        "muon",
+        "muon:beta=0.9",
+        "mars_m",
+        "mars_m:gamma=0.1",
+        "mars_m:gamma=0.2",
+        "mars_m:b1=0.9:gamma=0.2",
+    ),
+}
 
 
 def table(name: str) -> list[str]:
     """Returns the rows of a named table.
 
     Args:
-      name: `main`, every optimizer at its own settings; or an optimizer and one of `ABLATIONS`,
-        such as `mars/gamma`.
+      name: one of `TABLES`, of which `main` is every optimizer at its own settings; or an optimizer
+        and one of `ABLATIONS`, such as `mars/gamma`.
 
     Returns:
       Optimizers as `parse_optimizer` reads them.
@@ -292,13 +320,14 @@ def table(name: str) -> list[str]:
     Raises:
       ValueError: If there is no such table.
     """
-    if name == "main":
-        return list(MAIN)
+    if name in TABLES:
+        return list(TABLES[name])
     base, _, ablation = name.partition("/")
     if base not in OPTIMIZERS or ablation not in ABLATIONS:
         raise ValueError(
-            f"Expected 'main', or OPTIMIZER/TABLE with one of {', '.join(OPTIMIZERS)} and one of "
-            f"{', '.join(ABLATIONS)} as --table, got {name!r}. Write it like --table=mars/gamma."
+            f"Expected one of {', '.join(TABLES)}, or OPTIMIZER/TABLE with one of "
+            f"{', '.join(OPTIMIZERS)} and one of {', '.join(ABLATIONS)}, as --table, got {name!r}. "
+            "Write it like --table=mars/gamma."
         )
     rows = []
     for overrides in ABLATIONS[ablation]:

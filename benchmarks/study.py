@@ -64,8 +64,8 @@ def parser(description: str, *, out: str) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--table",
-        help="a named table of optimizers instead: 'main', or an optimizer and one of "
-        f"{', '.join(optimizers.ABLATIONS)}, such as 'mars/gamma'",
+        help=f"a named table of optimizers instead: {', '.join(optimizers.TABLES)}, or an "
+        f"optimizer and one of {', '.join(optimizers.ABLATIONS)}, such as 'mars/gamma'",
     )
     group.add_argument(
         "--learning_rates", default="", help="peak learning rates that every optimizer is tuned at"

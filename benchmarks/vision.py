@@ -57,6 +57,7 @@ DOMAIN = optimizers.Domain(
     },
     learning_rates={
         "adamw": 1e-3,
+        "nadamw": 1e-3,
         "mars": 3e-3,
         "lion": 2.5e-4,
         "mars_lion": 2.5e-4,
@@ -69,6 +70,7 @@ DOMAIN = optimizers.Domain(
     settings={"global_clip": None, "weight_decay": 5e-4, "weight_decay_1d": 5e-4},
     settings_of={
         "adamw": {"b2": 0.999},
+        "nadamw": {"b2": 0.999},
         "mars": {"b1": 0.95, "b2": 0.99},
     },
 )

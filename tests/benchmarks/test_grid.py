@@ -237,7 +237,7 @@ class TablesTest(FolderTest):
     @parameterized.parameters(
         *[f"mars/{name}" for name in optimizers.ABLATIONS],
         *[f"mars_m/{name}" for name in ("gamma", "clip", "previous_gradient", "correction")],
-        "main",
+        *optimizers.TABLES,
     )
     def test_every_row_of_a_table_is_an_optimizer(self, name: str):
         domain = vision.DOMAIN if "convolutions" in name else gpt2.DOMAIN

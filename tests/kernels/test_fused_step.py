@@ -169,7 +169,9 @@ class FusedStepTest(parameterized.TestCase):
         # The second moment is in float32, where sums differ in their last bits. What fills no block
         # is left to XLA, which on a GPU rounds the sum alone.
         low = [(x, y) for x, y in _pairs(actual, expected) if x.dtype == jnp.bfloat16]
-        same = [np.mean(_in_blocks(x) == _in_blocks(y)) for x, y in low if x.size >= tiling.WARPGROUP]
+        same = [
+            np.mean(_in_blocks(x) == _in_blocks(y)) for x, y in low if x.size >= tiling.WARPGROUP
+        ]
         self.assertGreater(min(same), 0.99)
 
     @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="kernels need JAX 0.10")
