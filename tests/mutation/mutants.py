@@ -823,6 +823,14 @@ _ASSEMBLY: Final = (
         (FUSED + "::test_kernels_make_the_parameters_and_state_of_two_calls3",),
     ),
     Mutant(
+        "kernels_beside_newton_schulz",
+        "variants/mars_m.py",
+        'implementation=implementation or "xla"',
+        "implementation=implementation",
+        "MARS-M takes kernels by default, which cost it time",
+        (FUSED + "::test_none_are_chosen_beside_newton_schulz0",),
+    ),
+    Mutant(
         "tail_not_written",
         "kernels/execute.py",
         "mine[operand] = jax.lax.dynamic_update_slice(mine[operand], end[output], (start,))",
