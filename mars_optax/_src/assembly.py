@@ -25,11 +25,11 @@ class Optimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     """An optimizer that can also make the new parameters itself.
 
     Attributes:
-      step: ``(updates, state, params, extra_args) -> (new parameters, new state)``; None in one
-        that cannot, or was made anew of another's `init` and `update`.
+      fused_step: ``(updates, state, params, extra_args) -> (new parameters, new state)``; None in
+        one that cannot, or was made anew of another's `init` and `update`.
     """
 
-    step: Callable[..., tuple[Any, Any]] | None = None
+    fused_step: Callable[..., tuple[Any, Any]] | None = None
 
 
 def optimizer(
@@ -193,5 +193,5 @@ def optimizer(
 
     result = Optimizer(init_fn, update_fn)
     if not hands_over:
-        result.step = step_fn
+        result.fused_step = step_fn
     return result

@@ -229,8 +229,8 @@ class FusedStepTest(parameterized.TestCase):
         self.assertNotIn("mars_step", str(jax.make_jaxpr(step)(*arguments)))
         trees.assert_equal(step(*arguments), _by_two_calls(tx, *arguments))
 
-    @parameterized.named_parameters(*registry.select("optimizer"))
-    def test_every_optimizer_has_it(self, entry: registry.Entry):
+    @parameterized.named_parameters(*registry.select())
+    def test_every_transformation_has_it(self, entry: registry.Entry):
         tx, params = entry.make(), entry.params()
         state = tx.init(params)
         actual = mars_optax.fused_step(tx, entry.grads(), state, params)

@@ -127,9 +127,8 @@ def scale_by_mars(
       weight_dimension_numbers: Axes of the matrices, which set the slices of the clip: a
         :class:`optax.contrib.MuonDimensionNumbers`, a tree of them with None for vectors, or a
         callable ``params -> tree``. None: each leaf is clipped as a whole.
-      implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
-        :func:`fused_step` alone, where they were measured to be faster.
+      implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
+        ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
 
     Returns:
       A transformation with state :class:`ScaleByMarsState`. Complex leaves follow Optax: :math:`v`

@@ -75,9 +75,8 @@ def scale_by_mars_lion(
       keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. False takes the same steps without,
         and excludes the clip, exact mode and `prev_grad_dtype`: see :func:`scale_by_mars`.
       weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars`.
-      implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
-        :func:`fused_step` alone, where they were measured to be faster.
+      implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
+        ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
 
     Returns:
       A transformation with state :class:`ScaleByMarsLionState`.
