@@ -122,7 +122,8 @@ def fused_step(
 
     Args:
       optimizer: Any optimizer. One of this package by itself is fused; a rule alone (`scale_by_*`),
-        or an optimizer inside a chain or another wrapper, is not.
+        or an optimizer inside a chain or another wrapper, is not, nor is one in exact mode whose
+        vectors have a rule of their own.
       grads: The gradients.
       state: The optimizer's state.
       params: The parameters.
@@ -134,7 +135,7 @@ def fused_step(
 
     Raises:
       TypeError: If `optimizer` is none.
-      ValueError: If `params` is None, and as `update`.
+      ValueError: If `params` is None, and as `update`, whose `updates` are `grads`.
       NotImplementedError: If kernels were asked for and cannot run.
 
     Examples:

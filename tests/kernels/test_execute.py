@@ -66,6 +66,10 @@ def _leaf(
     return execute.Leaf(tuple(operands), factor, outs, _ALIASES)
 
 
+def _put(leaf: execute.Leaf, sharding: NamedSharding) -> execute.Leaf:
+    return dataclasses.replace(leaf, operands=jax.device_put(leaf.operands, sharding))
+
+
 def _run(
     leaves: list[execute.Leaf], implementation: str, fn: Any = _adamw, data: Any = None
 ) -> list[Any]:
@@ -184,6 +188,26 @@ class KernelsTest(parameterized.TestCase):
                 wanted = NamedSharding(mesh, spec)
                 self.assertTrue(x.sharding.is_equivalent_to(wanted, x.ndim), str(x.sharding))
         trees.assert_close(actual, expected, rtol=3e-7, atol=3e-7)
+
+    @interpreter.always()
+    def test_leaves_on_a_mesh_and_on_none_have_kernels_of_their_own(self):
+        mesh = meshes.mesh(AxisType.Explicit)
+        leaves = [_leaf((64, 128)), _put(_leaf((32, 256)), NamedSharding(mesh, P("x", "y")))]
+        for order in (leaves, leaves[::-1]):
+            actual, expected = _run(order, "pallas"), _run(order, "xla")
+            trees.assert_close(actual, expected, rtol=3e-7, atol=3e-7)
+            for leaf, outputs in zip(order, actual, strict=True):
+                wanted = jax.typeof(leaf.operands[0]).sharding.spec
+                self.assertEqual({jax.typeof(x).sharding.spec for x in outputs}, {wanted})
+
+    @interpreter.always()
+    def test_a_mesh_of_both_kinds_is_refused(self):
+        kinds = (AxisType.Explicit, AxisType.Auto)
+        mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=kinds)
+        leaf = _put(_leaf((64, 128)), NamedSharding(mesh, P("x", "y")))
+        with self.assertRaisesRegex(NotImplementedError, "one with y automatic beside explicit"):
+            _run([leaf], "pallas")
+        self.assertLen(_run([leaf], "xla"), 1)
 
     @interpreter.always()
     def test_in_a_shard_map_of_the_users(self):
@@ -338,6 +362,13 @@ class RewriteTest(absltest.TestCase):
         # Two roundings in the place of one.
         trees.assert_close(actual, jnp.sqrt(x), rtol=3e-7, atol=0)
         self.assertTrue(np.signbit(actual[1]))
+
+    def test_a_loop_is_left_as_it_is(self):
+        def fn(x: Any) -> Any:
+            return jax.lax.fori_loop(0, 3, lambda _, y: 2 * y**3, x)
+
+        rules = {"integer_pow": rewrite.integer_pow}
+        np.testing.assert_allclose(rewrite.rewritten(fn, rules)(1.5), fn(1.5), rtol=1e-6)
 
 
 def _equations(jaxpr: Any) -> Iterator[tuple[Any, Any]]:

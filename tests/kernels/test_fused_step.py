@@ -268,9 +268,15 @@ class FusedStepTest(parameterized.TestCase):
             lambda grads, state, params: mars_optax.fused_step(tx, grads, state, params),
             donate_argnums=(1, 2),
         )
-        params, state = step(_tree(1), tx.init(params), params)
-        params, state = step(_tree(2), state, params)
-        self.assertTrue(np.isfinite(np.asarray(params["embed"])).all())
+        first = step(_tree(1, scale=0.3), tx.init(params), params)
+        second = _tree(2, scale=0.3)
+        params, state = step(second, first[1], first[0])
+        donated = [x for x in jax.tree.leaves(first) if x.ndim]
+        self.assertTrue(all(x.is_deleted() for x in donated))
+        self.assertFalse(second["embed"].is_deleted())
+        by_xla = make("mars", implementation="xla")
+        expected = _train(by_xla, lambda *args: _by_two_calls(by_xla, *args), steps=2)
+        trees.assert_close((params, state), expected, rtol=2e-6, atol=2e-6)
 
 
 def _in_blocks(x: jax.Array) -> np.ndarray:

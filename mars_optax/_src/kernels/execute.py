@@ -95,9 +95,9 @@ def elementwise(
     results = {
         i: _by_xla(fn, leaf, scalars) for i, leaf in enumerate(leaves) if i not in set(chosen)
     }
-    if chosen:
-        outputs = _by_kernels(fn, [leaves[i] for i in chosen], scalars, implementation)
-        results.update(zip(chosen, outputs, strict=True))
+    for mine in shards.by_mesh({i: leaves[i].operands[0] for i in chosen}):
+        outputs = _by_kernels(fn, [leaves[i] for i in mine], scalars, implementation)
+        results.update(zip(mine, outputs, strict=True))
     return [results[i] for i in range(len(leaves))]
 
 

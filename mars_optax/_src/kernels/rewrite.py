@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jax_core
 
+# What is replaced inside, too: functions that are called once. A loop is left as it is.
+_CALLS: Final = frozenset({"pjit", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
 # By the name of the primitive, what it is replaced by.
 Rules = Mapping[str, Callable[..., jax.Array]]
 
@@ -31,8 +33,8 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rules: Rul
 
     for eqn in jaxpr.eqns:
         inputs = [read(atom) for atom in eqn.invars]
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if inner is not None:
+        if eqn.primitive.name in _CALLS:
+            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             outputs = _evaluate(inner.jaxpr, inner.consts, inputs, rules)
         elif eqn.primitive.name in rules:
             outputs = [rules[eqn.primitive.name](*inputs, **eqn.params)]

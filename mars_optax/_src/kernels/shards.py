@@ -3,15 +3,25 @@
 A kernel is opaque to the compiler: of sharded operands it would be given whole arrays, gathered.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+_Kind = jax.sharding.AxisType
 # The arrays of one leaf, of one rank: the first has its shape, others may have sides of length 1.
 Arrays = Sequence[jax.Array]
+
+
+def by_mesh(arrays: Mapping[int, jax.Array]) -> list[list[int]]:
+    """Keys of the arrays that lie on the same explicit mesh, or on none, in their order."""
+    groups: dict[Any, list[int]] = {}
+    for key, array in arrays.items():
+        mesh = jax.typeof(array).sharding.mesh
+        groups.setdefault(mesh if _Kind.Explicit in mesh.axis_types else None, []).append(key)
+    return list(groups.values())
 
 
 def on_shards(
@@ -24,24 +34,25 @@ def on_shards(
 
     Args:
       local: ``(replicated, *arrays of all leaves) -> outputs of all leaves``.
-      leaves: The arrays of each leaf, which are sharded alike.
+      leaves: The arrays of each leaf, which are sharded alike; all on one mesh.
       replicated: An array that every device gets whole.
       n_outputs: Outputs of each leaf, which have its shape.
     """
     operands = [x for arrays in leaves for x in arrays]
-    sharding = jax.typeof(operands[0]).sharding
-    if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
+    mesh = jax.typeof(operands[0]).sharding.mesh
+    if _Kind.Explicit in mesh.axis_types:
+        _require_known_axes(mesh)
         ins = [jax.typeof(x).sharding.spec for x in operands]
         outs = [jax.typeof(arrays[0]).sharding.spec for arrays in leaves for _ in range(n_outputs)]
         mapped = jax.shard_map(
             local,
-            mesh=sharding.mesh,
+            mesh=mesh,
             in_specs=(PartitionSpec(), *ins),  # type: ignore[no-untyped-call]
             out_specs=tuple(outs),
             check_vma=False,
         )
         return tuple(mapped(replicated, *operands))
-    if is_one_device() or jax.sharding.AxisType.Manual in sharding.mesh.axis_types:
+    if is_one_device() or _Kind.Manual in mesh.axis_types:
         return local(replicated, *operands)
     if not has_partitioner():
         raise NotImplementedError(
@@ -50,6 +61,22 @@ def on_shards(
             "shard_map, or pass 'xla', or None to take what there is."
         )
     return tuple(_partitioned(local, leaves, n_outputs)(replicated, *operands))
+
+
+def _require_known_axes(mesh: Any) -> None:
+    """Axes that are not explicit would be gathered: no type tells what lies along them."""
+    automatic = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == _Kind.Auto and mesh.shape[name] > 1
+    ]
+    if automatic:
+        raise NotImplementedError(
+            "`implementation`: expected a mesh whose axes are all explicit or all automatic, got "
+            f"'pallas' on one with {', '.join(map(str, automatic))} automatic beside explicit "
+            "ones, along which no kernel can be told its shards. Make them explicit, or pass "
+            "'xla', or None to take what there is."
+        )
 
 
 def is_one_device() -> bool:
@@ -64,7 +91,7 @@ def is_plain(arrays: Sequence[Any]) -> bool:
     kinds = {
         kind for mesh in (jax.sharding.get_abstract_mesh(), *meshes) for kind in mesh.axis_types
     }
-    return is_one_device() and kinds <= {jax.sharding.AxisType.Auto}
+    return is_one_device() and kinds <= {_Kind.Auto}
 
 
 def has_partitioner() -> bool:
