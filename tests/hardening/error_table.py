@@ -19,7 +19,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
@@ -197,6 +197,14 @@ def _kernels_on_tpus() -> Any:
         for name in ("has_partitioner", "is_one_device"):
             stack.enter_context(mock.patch.object(shards, name, return_value=False))
         return _update(_scale(implementation="pallas"))
+
+
+def _kernels_on_both_kinds_of_axes() -> Any:
+    mesh = meshes.mesh(AxisType.Explicit, y_type=AxisType.Auto)
+    grads = {"kernel": jax.device_put(jnp.ones((8, 128)), NamedSharding(mesh, P("x", "y")))}
+    with interpreter.always(), jax.set_mesh(mesh):
+        tx = _scale(implementation="pallas")
+        return tx.update(grads, tx.init(grads))
 
 
 def _later(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
@@ -574,8 +582,8 @@ EXAMPLES: tuple[Example, ...] = (
         MESH,
         'Kernels were asked for by `implementation="pallas"`, and for the device, the version of '
         "JAX or a dtype there are none.",
-        "An explicit choice never falls back in silence; None does. [Kernels](kernels.md) tells "
-        "where there are some.",
+        "An explicit choice falls back under `jax.vmap` and in derivatives only, which go through "
+        "XLA everywhere. [Kernels](kernels.md) tells where there are some.",
         "got 'pallas': a leaf is kept or computed in complex64",
         _kernels_for_complex,
     ),
@@ -593,6 +601,13 @@ EXAMPLES: tuple[Example, ...] = (
         "Nothing tells a kernel there which shard it has.",
         "got 'pallas' on TPUs",
         _kernels_on_tpus,
+    ),
+    Example(
+        MESH,
+        "The same for a mesh that has axes of both kinds.",
+        "What lies along an automatic axis is not in the type of an array.",
+        "got 'pallas' on one with y automatic",
+        _kernels_on_both_kinds_of_axes,
     ),
     Example(
         TOOLS,

@@ -202,8 +202,7 @@ class KernelsTest(parameterized.TestCase):
 
     @interpreter.always()
     def test_a_mesh_of_both_kinds_is_refused(self):
-        kinds = (AxisType.Explicit, AxisType.Auto)
-        mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=kinds)
+        mesh = meshes.mesh(AxisType.Explicit, y_type=AxisType.Auto)
         leaf = _put(_leaf((64, 128)), NamedSharding(mesh, P("x", "y")))
         with self.assertRaisesRegex(NotImplementedError, "one with y automatic beside explicit"):
             _run([leaf], "pallas")

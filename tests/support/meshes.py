@@ -5,9 +5,13 @@ from absl.testing import absltest
 from jax.sharding import AxisType
 
 
-def mesh(axis_type: AxisType, shape: tuple[int, int] = (4, 2)) -> jax.sharding.Mesh:
-    """A mesh with the axes "x" and "y" of one type."""
+def mesh(
+    x_type: AxisType, shape: tuple[int, int] = (4, 2), y_type: AxisType | None = None
+) -> jax.sharding.Mesh:
+    """A mesh with the axes "x" and "y", of one type unless the second is given."""
     devices = jax.devices("cpu")
     if len(devices) < 8:
         raise absltest.SkipTest("needs eight CPU devices")
-    return jax.make_mesh(shape, ("x", "y"), axis_types=(axis_type,) * 2, devices=devices[:8])
+    return jax.make_mesh(
+        shape, ("x", "y"), axis_types=(x_type, y_type or x_type), devices=devices[:8]
+    )

@@ -74,8 +74,8 @@ def _require_known_axes(mesh: Any) -> None:
         raise NotImplementedError(
             "`implementation`: expected a mesh whose axes are all explicit or all automatic, got "
             f"'pallas' on one with {', '.join(map(str, automatic))} automatic beside explicit "
-            "ones, along which no kernel can be told its shards. Make them explicit, or pass "
-            "'xla', or None to take what there is."
+            "ones, along which no kernel can be told its shards. Use explicit axes, or pass 'xla', "
+            "or None to take what there is."
         )
 
 
