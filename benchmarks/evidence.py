@@ -28,26 +28,6 @@ def _number(value: float) -> str:
     return "diverged" if math.isinf(value) else f"{value:.4f}"
 
 
-def _outcome(candidate: report.Summary, baseline: report.Summary) -> str:
-    """Says in a word or two what `report.verdict` says in a sentence."""
-    if candidate is baseline:
-        return ""
-    if math.isinf(candidate.loss) or math.isinf(baseline.loss):
-        return "diverged" if math.isinf(candidate.loss) else "wins"
-    if len(candidate.runs) < 2:
-        return "one seed"
-    difference = statistics.fmean(report.differences(candidate, baseline))
-    if abs(difference) <= max(candidate.spread, baseline.spread):
-        return "no winner"
-    return "wins" if difference < 0 else "loses"
-
-
-def _when(summary: report.Summary, mean: float | None, form: str) -> str:
-    if mean is not None:
-        return format(mean, form)
-    return "never" if len(summary.runs) < 2 else "not at every seed"
-
-
 def _title(tree: Mapping[str, Any]) -> str:
     """Says what was trained, in a heading."""
     task = tree["task"]
@@ -88,7 +68,6 @@ def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary
             math.isinf(summary.loss) or math.isinf(baseline.loss)
         )
         each = report.differences(summary, baseline) if finite else []
-        steps = report.mean_steps_to_reach(summary, baseline)
         seconds = statistics.median(run.seconds_per_step for run in summary.runs)
         edge = ", edge" if summary.at_edge else ""
         lines.append(
@@ -99,10 +78,10 @@ def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary
                     _number(summary.loss),
                     f"{_number(min(summary.losses))} to {_number(max(summary.losses))}",
                     f"{min(each):+.4f} to {max(each):+.4f}" if each else "",
-                    _outcome(summary, baseline),
-                    _when(summary, steps, ".0f"),
+                    "" if summary is baseline else report.outcome(summary, baseline),
+                    report.when_reached(summary, baseline, ".0f"),
                     f"{1000 * seconds:.1f}",
-                    _when(summary, None if steps is None else steps * seconds, ".3g"),
+                    report.when_reached(summary, baseline, ".3g", seconds),
                     f"{summary.runs[0].state_bytes / 1e6:.1f}",
                 ]
             )
