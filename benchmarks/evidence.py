@@ -116,9 +116,8 @@ def section(tree: Mapping[str, Any], table: str) -> tuple[str, list[report.Summa
     )
     chosen = optimizers.parse_optimizers(texts, domain)
     records = grid.named(tree["records"], chosen)
-    summaries = grid.summarize(records, protocol, texts)
+    summaries, left_out = grid.summarize(records, protocol, texts)
     parts = [f"### {tree['name']}: {table}"]
-    shown = [summary.optimizer for summary in summaries]
     if summaries:
         # A control without correction is what an ablation compares with, not AdamW.
         baseline = summaries[0] if "/" in table else report.baseline_of(summaries)
@@ -134,9 +133,12 @@ def section(tree: Mapping[str, Any], table: str) -> tuple[str, list[report.Summa
         if max(together) > 1:
             notes.append("Times are shares of runs that were made together.")
         parts.append(" ".join(notes))
-    missing = [text for text in texts if text not in shown]
-    if missing:
-        parts.append("Not complete: " + ", ".join(f"`{text}`" for text in missing) + ".")
+    if left_out:
+        parts.append(
+            "Not complete: "
+            + ", ".join(f"`{name}` ({why})" for name, why in left_out.items())
+            + "."
+        )
     return "\n\n".join(parts), summaries
 
 

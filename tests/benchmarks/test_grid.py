@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from benchmarks import evidence, gpt2, grid, optimizers, resumable, study, vision
+from benchmarks import evidence, gpt2, grid, optimizers, report, resumable, study, vision
 from tests.support import versions
 
 _TASK = {
@@ -108,16 +108,22 @@ class RatesTest(parameterized.TestCase):
 class RoundsTest(FolderTest):
     def make(self, rates: list[float], protocol: grid.Protocol) -> list[list[tuple[float, int]]]:
         seen = []
-        for cells in grid.rounds(optimizer(), rates, protocol, self.records.find):
+        for cells in grid.rounds(optimizer(), rates, protocol, self.records.of):
             seen.append([(cell.learning_rate, cell.seed) for cell in cells])
-            self.records.add([(cell, figures(valley(cell.learning_rate))) for cell in cells])
+            missing = [cell for cell in cells if self.records.find(cell) is None]
+            self.records.add([(cell, figures(valley(cell.learning_rate))) for cell in missing])
         return seen
+
+    def chosen(self, protocol: grid.Protocol) -> report.Summary:
+        ((chosen,), left_out) = grid.summarize(self.records.of_task(), protocol)
+        self.assertEmpty(left_out)
+        return chosen
 
     def test_first_the_grid_then_beyond_its_edge_then_the_final_seeds_at_the_best(self):
         seen = self.make([4e-3, 8e-3], grid.Protocol([0], [1, 2], extend=4))
         grids = [[(4e-3, 0), (8e-3, 0)], [(2e-3, 0)], [(1e-3, 0)], [(5e-4, 0)]]
         self.assertEqual(seen, [*grids, [(1e-3, 1), (1e-3, 2)]])
-        (chosen,) = grid.summarize(self.records.of_task(), grid.Protocol([0], [1, 2]))
+        chosen = self.chosen(grid.Protocol([0], [1, 2]))
         self.assertEqual(chosen.learning_rate, 1e-3)
         self.assertFalse(chosen.at_edge)
         self.assertLen(chosen.grid, 5)
@@ -126,12 +132,63 @@ class RoundsTest(FolderTest):
     def test_it_goes_no_further_than_allowed_and_the_edge_is_marked(self):
         seen = self.make([4e-3, 8e-3], grid.Protocol([0], [0], extend=1))
         self.assertEqual(seen, [[(4e-3, 0), (8e-3, 0)], [(2e-3, 0)], [(2e-3, 0)]])
-        (chosen,) = grid.summarize(self.records.of_task(), grid.Protocol([0], [0]))
-        self.assertTrue(chosen.at_edge)
+        self.assertTrue(self.chosen(grid.Protocol([0], [0])).at_edge)
+        # Nor does the same command again.
+        self.assertEqual(
+            self.make([4e-3, 8e-3], grid.Protocol([0], [0], extend=1)), [seen[0], seen[2]]
+        )
 
-    def test_an_optimizer_without_its_final_seeds_has_no_summary(self):
+    @parameterized.parameters(([2e-3, 4e-3, 8e-3],), ([1e-3],), ([2e-3],))
+    def test_another_grid_later_is_added_to_what_there_is(self, rates: list[float]):
+        self.make([5e-4, 1e-3, 2e-3], grid.Protocol([0], [0], extend=4))
+        later = grid.Protocol([0], [1, 2], extend=4)
+        self.assertEqual(
+            self.make(rates, later), [[(rate, 0) for rate in rates], [(1e-3, 1), (1e-3, 2)]]
+        )
+        chosen = self.chosen(later)
+        self.assertEqual(chosen.learning_rate, 1e-3)
+        self.assertEqual(list(chosen.grid), sorted({5e-4, 1e-3, 2e-3, *rates}))
+
+    def test_a_learning_rate_without_all_tuning_seeds_does_not_count(self):
+        self.make([1e-3, 2e-3], grid.Protocol([0], [0]))
+        seen = self.make([2e-3, 4e-3], grid.Protocol([0, 1], [5]))
+        self.assertEqual(seen[1:], [[(2e-3, 5)]])
+        self.assertEqual(list(self.chosen(grid.Protocol([0, 1], [5])).grid), [2e-3, 4e-3])
+
+    def test_the_mean_over_the_tuning_seeds_of_what_decides_chooses(self):
+        protocol = grid.Protocol([0, 1], [1], 0, "validation_error", "test_error", "percent")
+        # By the first seed, the last, or by what is compared it would be another learning rate.
+        losses = {1e-3: (1.0, 6.0), 2e-3: (3.0, 3.0), 4e-3: (7.0, 0.0)}
+        cells = [grid.Cell(optimizer(), rate, seed) for rate in losses for seed in (0, 1)]
+        runs = []
+        for cell in cells:
+            run = figures(None)
+            decides = losses[cell.learning_rate][cell.seed]
+            run["curves"] = {"validation_error": [9.0, 9.0, decides], "test_error": [9.0, 8.0, 7.5]}
+            if cell.learning_rate == 4e-3:
+                run["curves"]["test_error"] = [9.0, 8.0, 7.0]
+            runs.append((cell, run))
+        self.records.add(runs)
+        *_, final = grid.rounds(optimizer(), list(losses), protocol, self.records.of)
+        self.assertEqual([(cell.learning_rate, cell.seed) for cell in final], [(2e-3, 1)])
+        chosen = self.chosen(protocol)
+        self.assertEqual(chosen.learning_rate, 2e-3)
+        self.assertEqual(chosen.grid, {1e-3: 3.5, 2e-3: 3.0, 4e-3: 3.5})
+        self.assertEqual([run.validation_loss for run in chosen.runs], [[9.0, 8.0, 7.5]])
+        named = (chosen.metric, chosen.chosen_by, chosen.unit)
+        self.assertEqual(named, ("test error", "validation error", "percent"))
+
+    def test_an_optimizer_without_its_seeds_is_left_out_and_the_reason_is_named(self):
         self.records.add([(grid.Cell(optimizer(), 1e-3, 0), figures(1.0))])
-        self.assertEmpty(grid.summarize(self.records.of_task(), grid.Protocol([0], [0, 1])))
+        for seeds, final, why in (
+            ([0], [0, 1, 2], "0.001, its best, has not run at seeds 1, 2"),
+            ([0, 3], [0], "no learning rate has run at all of seeds 0, 3"),
+        ):
+            summaries, left_out = grid.summarize(
+                self.records.of_task(), grid.Protocol(seeds, final), ["adamw", "mars"]
+            )
+            self.assertEmpty(summaries)
+            self.assertEqual(left_out, {"adamw": why, "mars": "no run"})
 
 
 class Decay:
@@ -270,7 +327,7 @@ class TablesTest(FolderTest):
         )
         main, ablation = text.split("### gpt2: mars/gamma")
         self.assertIn("| `mars` | 0.001 (1) | 2.0150 | 2.0100 to 2.0200 | -1.0000 to", main)
-        self.assertIn("Not complete: `lion`, `muon`", main)
+        self.assertIn("Not complete: `lion` (no run), `muon` (no run)", main)
         self.assertIn(
             "| `mars:gamma=0.025` | 0.001 (1) | 2.0150 | 2.0100 to 2.0200 | -0.5", ablation
         )
