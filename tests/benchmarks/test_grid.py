@@ -1,5 +1,8 @@
 """Cells, records, learning rates beyond an edge, runs in pieces, and tables of the results."""
 
+import argparse
+import contextlib
+import io
 import json
 import math
 import pathlib
@@ -7,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -288,6 +292,44 @@ class PiecesTest(FolderTest):
         deadline = resumable.Deadline(100.0, time.perf_counter())
         self.assertFalse(deadline.passed())
         self.assertTrue(deadline.passed(101.0))
+
+
+class StudyTest(FolderTest):
+    def study(self, *flags: str) -> tuple[study.Study, argparse.Namespace]:
+        args = study.parser("", out=str(self.folder)).parse_args(["--commit=none", *flags])
+        chosen = study.parse_optimizers(args, gpt2.DOMAIN)
+        protocol = study.protocol(args)
+        return study.Study("gpt2", chosen, protocol, _TASK, {}, lambda optimizer: Decay()), args
+
+    def made(self, *flags: str) -> list[grid.Record]:
+        comparison, args = self.study("--optimizers=adamw", *flags)
+        self.assertTrue(study.complete(comparison, args, self.records, time.perf_counter()))
+        return self.records.of_task()
+
+    def test_so_many_runs_are_made_together(self):
+        made = self.made("--learning_rates=0.1", "--seeds=0,1,2", "--vmap=2")
+        self.assertEqual([record["together"] for record in made], [2, 2, 1])
+
+    def test_so_many_learning_rates_beyond_the_grid_are_tried(self):
+        made = self.made("--learning_rates=0.1,0.2", "--extend=1")
+        self.assertEqual([record["learning_rate"] for record in made], [0.1, 0.2, 0.4])
+
+    @parameterized.parameters(("5", 5.0), ("0", math.inf))
+    def test_checkpoints_are_so_many_seconds_apart(self, flag: str, seconds: float):
+        with mock.patch.object(resumable, "train", wraps=resumable.train) as train:
+            self.made("--learning_rates=0.1", f"--save_every={flag}")
+        self.assertEqual([call.kwargs["save_every"] for call in train.call_args_list], [seconds])
+
+    def test_who_is_left_out_of_the_table_is_printed_with_the_reason(self):
+        self.made("--learning_rates=0.1")
+        comparison, args = self.study("--learning_rates=0.1", "--final_seeds=1", "--limit=0")
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            study.run(comparison, args, time.perf_counter())
+        self.assertIn(
+            "adamw is left out: 0.1, its best, has not run at seeds 1.", output.getvalue()
+        )
+        self.assertIn("mars is left out: no run.", output.getvalue())
 
 
 class TablesTest(FolderTest):
