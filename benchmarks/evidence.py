@@ -114,7 +114,7 @@ def section(tree: Mapping[str, Any], table: str) -> tuple[str, list[report.Summa
         if table == "all"
         else optimizers.table(table)
     )
-    chosen = optimizers.parse_optimizers(texts, domain)
+    chosen = [optimizers.parse_optimizer(text, domain) for text in texts]
     records = grid.named(tree["records"], chosen)
     summaries, left_out = grid.summarize(records, protocol, texts)
     parts = [f"### {tree['name']}: {table}"]

@@ -340,7 +340,7 @@ class TablesTest(FolderTest):
     )
     def test_every_row_of_a_table_is_an_optimizer(self, name: str):
         domain = vision.DOMAIN if "convolutions" in name else gpt2.DOMAIN
-        rows = optimizers.parse_optimizers(optimizers.table(name), domain)
+        rows = [optimizers.parse_optimizer(text, domain) for text in optimizers.table(name)]
         self.assertGreater(len(rows), 1)
         for row in rows:
             versions.skip_if_optax_lacks(row.base)

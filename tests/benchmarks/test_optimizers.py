@@ -1,6 +1,8 @@
 """The optimizers' settings, and how they are named on the command line."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -147,12 +149,45 @@ class ParseTest(parameterized.TestCase):
         ("", "got ''"),
         ("adamw:beta1=0.9", "setting of adamw out of b1, b2.*got 'beta1'"),
         ("adamw:learning_rate=1", "--learning_rates"),
-        ("mars:gamma=big", "Expected a number or 'none' for gamma.*got 'big'"),
+        ("mars:gamma=big", "Expected a finite number or 'none' for gamma.*got 'big'"),
         ("mars:gamma", "got ''"),
+        ("mars:b1=nan", "Expected a finite number or 'none' for b1 in 'mars:b1=nan', got 'nan'"),
+        ("mars:gamma=inf", "got 'inf'.*--optimizers"),
+        ("storm_adamw:correction_clip=inf", "finite number or 'none' for correction_clip"),
+        ("mars:keep_prev_grad=1", "Expected 'true' or 'false' for keep_prev_grad.*got '1'"),
+        ("mars:global_clip=-1", "positive number or 'none' for global_clip.*--optimizers"),
+        ("mars:global_clip=0", "in 'mars:global_clip=0', got 0.0"),
     )
     def test_a_wrong_optimizer_is_an_error(self, text: str, message: str):
         with self.assertRaisesRegex(ValueError, message):
             optimizers.parse_optimizer(text)
+
+    @parameterized.parameters(
+        ("mars:b1=2", "decay rate"),
+        ("mars:gamma=none", "got None"),
+        ("mars:prev_grad_dtype=foo", "expected a dtype"),
+        ("lion:b1=none", "NoneType"),
+        ("mars:learning_rate_1d=none", "NoneType"),
+    )
+    def test_a_value_that_an_optimizer_does_not_take_is_an_error(self, text: str, reason: str):
+        message = f"got '{text}': .*{reason}.*Correct --optimizers"
+        with self.assertRaisesRegex(ValueError, message):
+            optimizers.parse_optimizers(["adamw", text])
+
+    @parameterized.parameters(
+        ("mars:global_clip=0.5", "global_clip", 0.5),
+        ("storm_adamw:correction_clip=1.0", "correction_clip", 1.0),
+        ("mars:max_norm=none:max_norm=1", "max_norm", 1.0),
+        ("mars:prev_grad_dtype=bfloat16", "prev_grad_dtype", "bfloat16"),
+        ("mars:keep_prev_grad=none:keep_prev_grad=true", "keep_prev_grad", True),
+    )
+    def test_a_setting_without_a_default_is_a_number_or_a_word(
+        self, text: str, setting: str, value: Any
+    ):
+        domain = dataclasses.replace(optimizers.LANGUAGE, settings={"global_clip": None})
+        (optimizer,) = optimizers.parse_optimizers([text], domain)
+        self.assertEqual(optimizer.settings[setting], value)
+        self.assertIs(type(optimizer.settings[setting]), type(value))
 
     @parameterized.parameters(([],), (["adamw", "mars", "adamw"],))
     def test_no_optimizer_and_the_same_one_twice_are_errors(self, texts: list[str]):
