@@ -3,7 +3,7 @@ r"""Makes Markdown tables and plots of recorded results of the training benchmar
     python -m benchmarks.evidence benchmarks/results/gpt2_45m_h100.json --tables=main,mars/gamma
 
 Each table is a section of `NAME.md` beside the JSON file, and a plot `NAME_TABLE.png`. Rows whose
-runs are not all there are left out, and named.
+runs are not all there are left out, and named with the reason.
 """
 
 import argparse
@@ -114,13 +114,19 @@ def section(tree: Mapping[str, Any], table: str) -> tuple[str, list[report.Summa
         if table == "all"
         else optimizers.table(table)
     )
-    chosen = [optimizers.parse_optimizer(text, domain) for text in texts]
+    chosen, repeated = optimizers.distinct(
+        [optimizers.parse_optimizer(text, domain) for text in texts]
+    )
     records = grid.named(tree["records"], chosen)
-    summaries, left_out = grid.summarize(records, protocol, texts)
+    names = [optimizer.name for optimizer in chosen]
+    summaries, left_out = grid.summarize(records, protocol, names)
     parts = [f"### {tree['name']}: {table}"]
     if summaries:
-        # A control without correction is what an ablation compares with, not AdamW.
-        baseline = summaries[0] if "/" in table else report.baseline_of(summaries)
+        baseline, control = report.baseline_of(summaries), report.baseline_name(names)
+        if baseline.optimizer != control:
+            parts.append(
+                f"Compared with `{baseline.optimizer}`, as `{control}`, the control, is not there."
+            )
         parts.append(markdown_table(summaries, baseline))
         together = {record["together"] for record in records}
         final = ", ".join(map(str, protocol.final_seeds))
@@ -133,6 +139,7 @@ def section(tree: Mapping[str, Any], table: str) -> tuple[str, list[report.Summa
         if max(together) > 1:
             notes.append("Times are shares of runs that were made together.")
         parts.append(" ".join(notes))
+    parts += repeated
     if left_out:
         parts.append(
             "Not complete: "

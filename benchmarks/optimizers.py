@@ -460,6 +460,31 @@ def parse_optimizers(texts: Sequence[str], domain: Domain = LANGUAGE) -> list[Op
     return optimizers
 
 
+def distinct(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[str]]:
+    """Drops optimizers with the settings of one before, which would be compared with themselves.
+
+    Args:
+      optimizers: of one domain, some of whose defaults may be what a row of a table sets.
+
+    Returns:
+      Those that are left, and a sentence about each of the others.
+    """
+    kept: list[Optimizer] = []
+    notes = []
+    for optimizer in optimizers:
+        same = (
+            other.name
+            for other in kept
+            if other.base == optimizer.base and other.settings == optimizer.settings
+        )
+        first = next(same, None)
+        if first is None:
+            kept.append(optimizer)
+        else:
+            notes.append(f"`{optimizer.name}` is left out: its settings are those of `{first}`.")
+    return kept, notes
+
+
 def parse_learning_rates(texts: Sequence[str]) -> list[float]:
     """Reads a grid of learning rates.
 

@@ -400,14 +400,28 @@ def plot_measures(summaries: Sequence[Summary], path: pathlib.Path) -> bool:
     return True
 
 
-def jsonable(value: Any) -> Any:
-    """Replaces what JSON lacks: a number that is not finite becomes null."""
+# Of these numbers keep all digits in JSON: a run is found again by them.
+_EXACT = ("settings", "learning_rate")
+
+
+def jsonable(value: Any, *, exact: bool = False) -> Any:
+    """Replaces what JSON lacks, and shortens numbers.
+
+    Args:
+      value: a tree of mappings and lists.
+      exact: whether numbers keep all their digits, not 6; settings and learning rates always do.
+
+    Returns:
+      The tree, with null for a number that is not finite.
+    """
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        if not math.isfinite(value):
+            return None
+        return value if exact else float(f"{value:.6g}")
     if isinstance(value, Mapping):
-        return {key: jsonable(inner) for key, inner in value.items()}
+        return {key: jsonable(inner, exact=exact or key in _EXACT) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [jsonable(inner) for inner in value]
+        return [jsonable(inner, exact=exact) for inner in value]
     return value
 
 

@@ -153,16 +153,22 @@ def parse_seeds(text: str, flag: str) -> list[int]:
 def parse_optimizers(
     args: argparse.Namespace, domain: optimizers.Domain
 ) -> list[tuple[Optimizer, Sequence[float]]]:
-    """Reads the optimizers and the learning rates that each begins with."""
+    """Reads the optimizers, and the learning rates that each begins with.
+
+    Of those with the same settings the first is kept, and the others are printed.
+    """
     texts = optimizers.table(args.table) if args.table else args.optimizers.split(",")
     given = (
         optimizers.parse_learning_rates(args.learning_rates.split(","))
-        if (args.learning_rates)
+        if args.learning_rates
         else []
     )
+    chosen, notes = optimizers.distinct(optimizers.parse_optimizers(texts, domain))
+    for note in notes:
+        print(note)
     return [
         (optimizer, given or grid.around(optimizer.learning_rate, max(1, args.grid)))
-        for optimizer in optimizers.parse_optimizers(texts, domain)
+        for optimizer in chosen
     ]
 
 
@@ -318,7 +324,7 @@ def run(study: Study, args: argparse.Namespace, began: float) -> int:
         report.plot(summaries, out / "curves.png")
         print(f"\n{report.text(summaries)}\n")
     for name, why in left_out.items():
-        print(f"{name} is left out: {why}.")
+        print(f"`{name}` is left out: {why}.")
     seconds = time.perf_counter() - began
     print(f"{len(found)} runs are done, {seconds:.0f} s this time. Results are in {out}.")
     if not done:

@@ -326,10 +326,22 @@ class StudyTest(FolderTest):
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             study.run(comparison, args, time.perf_counter())
-        self.assertIn(
-            "adamw is left out: 0.1, its best, has not run at seeds 1.", output.getvalue()
+        printed = output.getvalue()
+        self.assertIn("`adamw` is left out: 0.1, its best, has not run at seeds 1.", printed)
+        self.assertIn("`mars` is left out: no run.", printed)
+
+    def test_of_optimizers_with_the_same_settings_the_first_is_kept(self):
+        args = study.parser("", out="").parse_args(["--table=mars/betas"])
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            ((chosen, _),) = study.parse_optimizers(args, vision.DOMAIN)
+        self.assertEqual(chosen.name, "mars")
+        self.assertEqual(
+            output.getvalue(),
+            "`mars:b2=0.99` is left out: its settings are those of `mars`.\n"
+            "`mars:b1=0.95:b2=0.99` is left out: its settings are those of `mars`.\n",
         )
-        self.assertIn("mars is left out: no run.", output.getvalue())
+        self.assertLen(study.parse_optimizers(args, gpt2.DOMAIN), 3)
 
 
 class TablesTest(FolderTest):
@@ -351,6 +363,53 @@ class TablesTest(FolderTest):
     def test_an_unknown_table_is_an_error(self, name: str):
         with self.assertRaisesRegex(ValueError, f"--table, got '{name}'"):
             optimizers.table(name)
+
+    def tree(self, losses: dict[str, float], *, name: str = "gpt2") -> dict[str, Any]:
+        """Returns results at one learning rate and two seeds, 0.01 apart."""
+        domain = evidence.DOMAINS[name]
+        for text, loss in losses.items():
+            chosen = optimizers.parse_optimizer(text, domain)
+            self.records.add(
+                [(grid.Cell(chosen, 1e-3, seed), figures(loss + seed / 100)) for seed in (0, 1)]
+            )
+        comparison = study.Study(name, [], grid.Protocol([0], [0, 1]), _TASK, {}, None)
+        return json.loads(json.dumps(study.results(comparison, self.records.of_task())))
+
+    def test_settings_and_learning_rates_are_found_again_in_the_results(self):
+        name = "mars:gamma=0.0333333333"
+        self.records.add([(grid.Cell(optimizer(name), 1 / 3, 0), figures(1 / 3))])
+        comparison = study.Study("gpt2", [], grid.Protocol([0], [0]), _TASK, {}, None)
+        tree = json.loads(json.dumps(study.results(comparison, self.records.of_task())))
+        (record,) = grid.named(tree["records"], [optimizer(name)])
+        self.assertEqual(record["learning_rate"], 1 / 3)
+        self.assertEqual(record["curves"]["validation_loss"][-1], 0.333333)
+
+    def test_a_control_that_is_not_there_is_named_above_the_table(self):
+        said = "Compared with `mars_m:gamma=0.01`, as `mars_m:gamma=0`, the control, is not there."
+        tree = self.tree({"adamw": 1.0, "mars_m:gamma=0.01": 3.0, "mars_m:gamma=0.05": 2.0})
+        text, _ = evidence.section(tree, "mars_m/gamma")
+        self.assertLess(text.index(said), text.index("minus `mars_m:gamma=0.01`"))
+        self.assertIn("Not complete: `mars_m:gamma=0` (no run)", text)
+        text, _ = evidence.section(self.tree({"mars_m:gamma=0": 4.0}), "mars_m/gamma")
+        self.assertNotIn("Compared with", text)
+        self.assertIn("minus `mars_m:gamma=0`", text)
+
+    def test_without_adamw_the_main_table_says_what_it_compares_with(self):
+        text, _ = evidence.section(self.tree({"muon": 1.0, "lion": 2.0}), "main")
+        self.assertIn("Compared with `lion`, as `adamw`, the control, is not there.", text)
+        text, _ = evidence.section(self.tree({"adamw": 1.5}), "all")
+        self.assertIn("minus `adamw`", text)
+        self.assertNotIn("Compared with", text)
+
+    def test_a_row_with_the_settings_of_another_is_left_out(self):
+        tree = self.tree({"mars": 2.0, "mars:max_norm=none": 3.0}, name="vision")
+        text, summaries = evidence.section(tree, "mars/clip")
+        shown = [summary.optimizer for summary in summaries]
+        self.assertEqual(shown, ["mars", "mars:max_norm=none"])
+        self.assertIn(
+            "`mars:global_clip=none` is left out: its settings are those of `mars`.", text
+        )
+        self.assertNotIn("Not complete", text)
 
     def test_results_become_a_table_and_a_plot(self):
         protocol = grid.Protocol([0], [1, 2])
