@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,40 @@ class OptimizersTest(parameterized.TestCase):
         )
         self.assertAlmostEqual(full, 1.0, delta=1e-3)
         self.assertAlmostEqual(half, 0.5, delta=1e-3)
+
+    def test_nadamw_has_nesterov_momentum(self):
+        first = updates(without_decay("nadamw"), 1.0, 1.0)[0]
+        # The gradient's share, and that of the momentum as the next step would correct its bias.
+        expected = 1 + 0.9 * (1 - 0.9) / (1 - 0.9**2)
+        self.assertAlmostEqual(np.abs(first["['head']['kernel']"]).max(), expected, places=4)
+
+    def test_muon_is_given_corrected_gradients_whose_leaves_are_clipped(self):
+        optimizer = optimizers.parse_optimizer("corrected_muon:global_clip=none")
+        with mock.patch.object(optax.contrib, "muon", return_value=optax.identity()):
+            transformation = optimizer.transformation(optax.constant_schedule(1.0))
+        params = {"kernel": jnp.full((2, 2), 0.1), "scale": jnp.zeros(2)}
+        state = transformation.update(params, transformation.init(params), params)[1]
+        grads = {"kernel": jnp.full((2, 2), 0.2), "scale": jnp.asarray([3.0, 4.0])}
+        given, _ = transformation.update(grads, state, params)
+        # 0.2 + gamma b1 / (1 - b1) times what it grew by, of norm below 1; the scale's is above.
+        expected = 0.2 + 0.025 * 0.95 / 0.05 * 0.1
+        np.testing.assert_allclose(given["kernel"], np.full((2, 2), expected), rtol=1e-5)
+        np.testing.assert_allclose(given["scale"], [0.6, 0.8], rtol=1e-5)
+
+    def test_gradients_that_a_step_asks_for_are_clipped(self):
+        def build(*_: Any) -> optax.GradientTransformationExtraArgs:
+            return optax.GradientTransformationExtraArgs(
+                lambda params: optax.EmptyState(),
+                lambda grads, state, params, *, grad_fn, **_: (grad_fn(params), state),
+            )
+
+        asking = dataclasses.replace(optimizers.parse_optimizer("mars"), build=build)
+        params = {"kernel": jnp.full((2, 2), 3.0)}
+        schedule = optax.constant_schedule(1.0)
+        state = asking.transformation(schedule).init(params)
+        after, _ = asking.step(schedule, lambda params: params, params, state, params)
+        # The gradient at the parameters is they themselves, of norm 6.
+        np.testing.assert_allclose(after["kernel"], np.full((2, 2), 3.5), rtol=1e-6)
 
     @parameterized.parameters(("adamw", "mars"), ("lion", "mars_lion"), ("muon", "mars_m"))
     def test_pairs_share_their_weight_decay(self, baseline: str, variant: str):
