@@ -226,7 +226,7 @@ def rounds(
       First the grid, then learning rates beyond its edge, one a round, then the final seeds.
     """
     yield [Cell(optimizer, rate, seed) for rate in rates for seed in protocol.seeds]
-    while True:
+    for _ in range(protocol.extend):
         losses = tuned(find(optimizer), protocol)
         further = beyond_edge(losses)
         # Those that an earlier command tried count, so that the same one again goes no further.
@@ -234,7 +234,7 @@ def rounds(
         if further is None or len(beyond) >= protocol.extend:
             break
         yield [Cell(optimizer, further, seed) for seed in protocol.seeds]
-    best, _ = report.best_rate(losses)
+    best, _ = report.best_rate(tuned(find(optimizer), protocol))
     yield [Cell(optimizer, best, seed) for seed in protocol.final_seeds]
 
 

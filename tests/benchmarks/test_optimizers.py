@@ -229,6 +229,14 @@ class ParseTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "each named once"):
             optimizers.parse_optimizers(texts)
 
+    def test_the_first_of_equal_settings_is_kept_and_other_optimizers_with_them_are(self):
+        names = ["adamw", "nadamw", "mars:b1=0.9:gamma=0.025", "mars", "mars:gamma=0"]
+        kept, notes = optimizers.distinct([optimizers.parse_optimizer(name) for name in names])
+        self.assertEqual([optimizer.name for optimizer in kept], [*names[:3], names[4]])
+        self.assertEqual(
+            notes, ["`mars` is left out: its settings are those of `mars:b1=0.9:gamma=0.025`."]
+        )
+
     def test_learning_rates_come_back_sorted(self):
         self.assertEqual(optimizers.parse_learning_rates(["4e-3", "0.001"]), [0.001, 0.004])
         self.assertEqual(optimizers.parse_learning_rates([]), [])
