@@ -3,7 +3,7 @@ r"""Makes Markdown tables and plots of recorded results of the training benchmar
     python -m benchmarks.evidence benchmarks/results/gpt2_45m_h100.json --tables=main,mars/gamma
 
 Each table is a section of `NAME.md` beside the JSON file, and a plot `NAME_TABLE.png`. Rows whose
-runs are not all there are left out, and named.
+runs are not all there are left out, and named with the reason.
 """
 
 import argparse
@@ -26,26 +26,6 @@ def _row(cells: Sequence[str]) -> str:
 
 def _number(value: float) -> str:
     return "diverged" if math.isinf(value) else f"{value:.4f}"
-
-
-def _outcome(candidate: report.Summary, baseline: report.Summary) -> str:
-    """Says in a word or two what `report.verdict` says in a sentence."""
-    if candidate is baseline:
-        return ""
-    if math.isinf(candidate.loss) or math.isinf(baseline.loss):
-        return "diverged" if math.isinf(candidate.loss) else "wins"
-    if len(candidate.runs) < 2:
-        return "one seed"
-    difference = statistics.fmean(report.differences(candidate, baseline))
-    if abs(difference) <= max(candidate.spread, baseline.spread):
-        return "no winner"
-    return "wins" if difference < 0 else "loses"
-
-
-def _when(summary: report.Summary, mean: float | None, form: str) -> str:
-    if mean is not None:
-        return format(mean, form)
-    return "never" if len(summary.runs) < 2 else "not at every seed"
 
 
 def _title(tree: Mapping[str, Any]) -> str:
@@ -88,7 +68,6 @@ def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary
             math.isinf(summary.loss) or math.isinf(baseline.loss)
         )
         each = report.differences(summary, baseline) if finite else []
-        steps = report.mean_steps_to_reach(summary, baseline)
         seconds = statistics.median(run.seconds_per_step for run in summary.runs)
         edge = ", edge" if summary.at_edge else ""
         lines.append(
@@ -99,10 +78,10 @@ def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary
                     _number(summary.loss),
                     f"{_number(min(summary.losses))} to {_number(max(summary.losses))}",
                     f"{min(each):+.4f} to {max(each):+.4f}" if each else "",
-                    _outcome(summary, baseline),
-                    _when(summary, steps, ".0f"),
+                    "" if summary is baseline else report.outcome(summary, baseline),
+                    report.when_reached(summary, baseline, ".0f"),
                     f"{1000 * seconds:.1f}",
-                    _when(summary, None if steps is None else steps * seconds, ".3g"),
+                    report.when_reached(summary, baseline, ".3g", seconds),
                     f"{summary.runs[0].state_bytes / 1e6:.1f}",
                 ]
             )
@@ -135,14 +114,19 @@ def section(tree: Mapping[str, Any], table: str) -> tuple[str, list[report.Summa
         if table == "all"
         else optimizers.table(table)
     )
-    chosen = optimizers.parse_optimizers(texts, domain)
+    chosen, repeated = optimizers.distinct(
+        [optimizers.parse_optimizer(text, domain) for text in texts]
+    )
     records = grid.named(tree["records"], chosen)
-    summaries = grid.summarize(records, protocol, texts)
+    names = [optimizer.name for optimizer in chosen]
+    summaries, left_out = grid.summarize(records, protocol, names)
     parts = [f"### {tree['name']}: {table}"]
-    shown = [summary.optimizer for summary in summaries]
     if summaries:
-        # A control without correction is what an ablation compares with, not AdamW.
-        baseline = summaries[0] if "/" in table else report.baseline_of(summaries)
+        baseline, control = report.baseline_of(summaries), report.baseline_name(names)
+        if baseline.optimizer != control:
+            parts.append(
+                f"Compared with `{baseline.optimizer}`, as `{control}`, the control, is not there."
+            )
         parts.append(markdown_table(summaries, baseline))
         together = {record["together"] for record in records}
         final = ", ".join(map(str, protocol.final_seeds))
@@ -155,9 +139,13 @@ def section(tree: Mapping[str, Any], table: str) -> tuple[str, list[report.Summa
         if max(together) > 1:
             notes.append("Times are shares of runs that were made together.")
         parts.append(" ".join(notes))
-    missing = [text for text in texts if text not in shown]
-    if missing:
-        parts.append("Not complete: " + ", ".join(f"`{text}`" for text in missing) + ".")
+    parts += repeated
+    if left_out:
+        parts.append(
+            "Not complete: "
+            + ", ".join(f"`{name}` ({why})" for name, why in left_out.items())
+            + "."
+        )
     return "\n\n".join(parts), summaries
 
 

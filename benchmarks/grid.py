@@ -38,7 +38,8 @@ class Protocol:
     Attributes:
       seeds: at which the learning rates are tuned.
       final_seeds: at which each optimizer's best learning rate is run.
-      extend: how many learning rates beyond those given may be tried while the best is at an edge.
+      extend: how many learning rates beyond those given may be tried while the best is at an edge;
+        those of earlier commands count.
       chosen_by: the curve whose last value, the lower the better, decides on the learning rate.
       compared: the curve that is reported.
       unit: of `compared`.
@@ -114,6 +115,10 @@ class Records:
         task = digest(dict(self._task))
         return [record for record in self._found.values() if record["task"] == task]
 
+    def of(self, optimizer: Optimizer) -> list[Record]:
+        """Returns the records of the task with an optimizer, see `named`."""
+        return named(self.of_task(), [optimizer])
+
 
 def append(path: pathlib.Path, text: str) -> None:
     """Appends lines to a file, below a last one that a killed process may have left unfinished."""
@@ -166,8 +171,7 @@ def beyond_edge(losses: Mapping[float, float]) -> float | None:
     rates = sorted(losses)
     if len(rates) < 2:
         return None
-    # Where all diverged, the lowest is the best.
-    best = min(rates, key=lambda rate: (losses[rate], rate))
+    best, _ = report.best_rate(losses)
     if best == rates[0]:
         return _rounded(best * best / rates[1])
     return _rounded(best * best / rates[-2]) if best == rates[-1] else None
@@ -178,17 +182,27 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.6g}")
 
 
-def tuned(
-    optimizer: Optimizer, protocol: Protocol, find: Callable[[Cell], Record | None], rates: Any
-) -> dict[float, float] | None:
-    """Averages what decides on the learning rate over the tuning seeds; None if some is missing."""
+def _by_cell(records: Sequence[Record]) -> dict[tuple[float, int], Record]:
+    return {(record["learning_rate"], record["seed"]): record for record in records}
+
+
+def tuned(records: Sequence[Record], protocol: Protocol) -> dict[float, float]:
+    """Averages what decides on the learning rate over the tuning seeds.
+
+    Args:
+      records: runs of one optimizer.
+      protocol: which seeds, and what decides.
+
+    Returns:
+      The mean for each learning rate that has run at all tuning seeds, in rising order.
+    """
+    by_cell = _by_cell(records)
     losses = {}
-    for rate in rates:
-        records = [find(Cell(optimizer, rate, seed)) for seed in protocol.seeds]
-        found = [last(record, protocol.chosen_by) for record in records if record is not None]
-        if len(found) < len(records):
-            return None
-        losses[rate] = statistics.fmean(found)
+    for rate in sorted({rate for rate, _ in by_cell}):
+        found = [by_cell.get((rate, seed)) for seed in protocol.seeds]
+        known = [last(record, protocol.chosen_by) for record in found if record is not None]
+        if len(known) == len(found):
+            losses[rate] = statistics.fmean(known)
     return losses
 
 
@@ -196,33 +210,32 @@ def rounds(
     optimizer: Optimizer,
     rates: Sequence[float],
     protocol: Protocol,
-    find: Callable[[Cell], Record | None],
+    find: Callable[[Optimizer], Sequence[Record]],
 ) -> Iterator[list[Cell]]:
     """Yields the runs that an optimizer needs, as the results of those before tell.
 
     Args:
       optimizer: the optimizer.
-      rates: the grid to begin with.
+      rates: the grid to begin with. Other learning rates that have run at all tuning seeds count
+        too, as in `summarize`.
       protocol: how the learning rate is chosen.
-      find: returns the record of a run. When the next round is asked for, those of the rounds
-        before have to be there.
+      find: returns the records of an optimizer. When the next round is asked for, those of the
+        rounds before have to be there.
 
     Yields:
       First the grid, then learning rates beyond its edge, one a round, then the final seeds.
     """
-    rates = list(rates)
     yield [Cell(optimizer, rate, seed) for rate in rates for seed in protocol.seeds]
     for _ in range(protocol.extend):
-        losses = tuned(optimizer, protocol, find, rates)
-        further = None if losses is None else beyond_edge(losses)
-        if further is None:
+        losses = tuned(find(optimizer), protocol)
+        further = beyond_edge(losses)
+        # Those that an earlier command tried count, so that the same one again goes no further.
+        beyond = [rate for rate in losses if not min(rates) <= rate <= max(rates)]
+        if further is None or len(beyond) >= protocol.extend:
             break
-        rates.append(further)
         yield [Cell(optimizer, further, seed) for seed in protocol.seeds]
-    losses = tuned(optimizer, protocol, find, rates)
-    if losses is not None:
-        best = min(sorted(losses), key=lambda rate: losses[rate])
-        yield [Cell(optimizer, best, seed) for seed in protocol.final_seeds]
+    best, _ = report.best_rate(tuned(find(optimizer), protocol))
+    yield [Cell(optimizer, best, seed) for seed in protocol.final_seeds]
 
 
 def groups(cells: Sequence[Cell], size: int) -> list[list[Cell]]:
@@ -268,7 +281,7 @@ def run_of(record: Record, curve: str) -> training.Run:
 
 def summarize(
     records: Sequence[Record], protocol: Protocol, names: Sequence[str] | None = None
-) -> list[report.Summary]:
+) -> tuple[list[report.Summary], dict[str, str]]:
     """Picks each optimizer's learning rate at the tuning seeds and collects its final seeds.
 
     Args:
@@ -277,38 +290,39 @@ def summarize(
       names: the optimizers, in order; by default all, as they come.
 
     Returns:
-      One summary for each optimizer that all final seeds are there of.
+      One summary for each optimizer that all final seeds are there of; and why there is none of
+      the others, by name.
     """
-    summaries = []
+    summaries, left_out = [], {}
     for name in names or list(dict.fromkeys(record["optimizer"] for record in records)):
-        by_cell = {
-            (record["learning_rate"], record["seed"]): record
-            for record in records
-            if record["optimizer"] == name
-        }
-        losses = {}
-        for rate in sorted({rate for rate, _ in by_cell}):
-            found = [by_cell.get((rate, seed)) for seed in protocol.seeds]
-            known = [last(record, protocol.chosen_by) for record in found if record is not None]
-            if len(known) == len(found):
-                losses[rate] = statistics.fmean(known)
+        own = [record for record in records if record["optimizer"] == name]
+        losses = tuned(own, protocol)
         if not losses:
+            seeds = ", ".join(map(str, protocol.seeds))
+            left_out[name] = (
+                f"no learning rate has run at all of seeds {seeds}" if own else "no run"
+            )
             continue
-        best = min(losses, key=lambda rate: losses[rate])
-        final = [by_cell.get((best, seed)) for seed in protocol.final_seeds]
-        runs = [run_of(record, protocol.compared) for record in final if record is not None]
-        if len(runs) < len(final):
+        best, at_edge = report.best_rate(losses)
+        by_cell = _by_cell(own)
+        missing = [seed for seed in protocol.final_seeds if (best, seed) not in by_cell]
+        if missing:
+            left_out[name] = (
+                f"{best:g}, its best, has not run at seeds {', '.join(map(str, missing))}"
+            )
             continue
         summaries.append(
             report.Summary(
                 optimizer=name,
                 learning_rate=best,
-                at_edge=len(losses) > 1 and best in (min(losses), max(losses)),
-                runs=runs,
+                at_edge=at_edge,
+                runs=[
+                    run_of(by_cell[best, seed], protocol.compared) for seed in protocol.final_seeds
+                ],
                 grid=losses,
                 metric=protocol.compared.replace("_", " "),
                 chosen_by=protocol.chosen_by.replace("_", " "),
                 unit=protocol.unit,
             )
         )
-    return summaries
+    return summaries, left_out

@@ -182,8 +182,9 @@ def main(argv: Sequence[str]) -> None:
             raise ValueError(f"Expected flags only, got {list(argv[1:])}. Write --name=value.")
         corpus = _corpus()
         data.require_enough(corpus, context=_CONTEXT.value, batch_size=_BATCH_SIZE.value)
+        chosen, notes = optimizers.distinct(optimizers.parse_optimizers(_OPTIMIZERS.value))
         settings = Settings(
-            optimizers=optimizers.parse_optimizers(_OPTIMIZERS.value),
+            optimizers=chosen,
             learning_rates=optimizers.parse_learning_rates(_LEARNING_RATES.value),
             seeds=parse_seeds(_SEEDS.value),
             config=gpt.sized(
@@ -217,7 +218,7 @@ def main(argv: Sequence[str]) -> None:
         written.append("diagnostics.png")
     for title in ("environment", "data"):
         print(f"{title}: " + ", ".join(f"{key} {value}" for key, value in record[title].items()))
-    print(f"\n{report.text(summaries)}\n")
+    print("\n".join(["", *notes, report.text(summaries), ""]))
     seconds = time.perf_counter() - began
     print(f"{seconds:.0f} s in all. Written to {out}: {', '.join(written)}.")
 

@@ -1,9 +1,12 @@
 """The optimizers that are compared, each with the settings it is compared at."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
@@ -103,7 +106,7 @@ def _muon(
 
 
 def _corrected(factory: Build) -> Build:
-    """Puts the correction and the clip of each matrix in front of an optimizer."""
+    """Puts the correction and the clip of each leaf, vectors too, in front of an optimizer."""
 
     def build(
         schedule: optax.Schedule, settings: dict[str, Any], matrices: Matrices
@@ -338,20 +341,32 @@ def table(name: str) -> list[str]:
 
 
 def _value(text: str, default: Any, *, meaning: str) -> Any:
-    """Reads a setting: 'none', or a value of the default's kind (a word where that is None)."""
+    """Reads a setting: 'none', or a value of the default's kind.
+
+    Where the default is None, a number, or else a word.
+    """
     if text == "none":
         return None
-    if isinstance(default, bool) and text in ("true", "false"):
-        return text == "true"
-    if isinstance(default, str) or default is None:
+    if isinstance(default, str):
         return text
-    try:
-        return float(text)
-    except ValueError:
-        kind = "'true' or 'false'" if isinstance(default, bool) else "a number or 'none'"
-        raise ValueError(
-            f"Expected {kind} for {meaning}, got {text!r}. Write it like 'mars:gamma=0.05'."
-        ) from None
+    if isinstance(default, bool):
+        if text in ("true", "false"):
+            return text == "true"
+        kind = "'true' or 'false'"
+    else:
+        try:
+            number = float(text)
+        except ValueError:
+            if default is None:
+                return text
+            number = math.nan
+        if math.isfinite(number):
+            return number
+        kind = "a finite number or 'none'"
+    raise ValueError(
+        f"Expected {kind} for {meaning}, got {text!r}. Write it like 'mars:gamma=0.05' in "
+        "--optimizers."
+    )
 
 
 def parse_optimizer(text: str, domain: Domain = LANGUAGE) -> Optimizer:
@@ -377,6 +392,7 @@ def parse_optimizer(text: str, domain: Domain = LANGUAGE) -> Optimizer:
     settings = dict(optimizer.settings)
     settings |= {key: value for key, value in domain.settings.items() if key in settings}
     settings |= domain.settings_of.get(name, {})
+    defaults = dict(settings)
     for override in overrides:
         key, _, value = override.partition("=")
         if key not in settings:
@@ -384,11 +400,17 @@ def parse_optimizer(text: str, domain: Domain = LANGUAGE) -> Optimizer:
                 f"Expected a setting of {name} out of {', '.join(settings)}, got {key!r} in "
                 f"{text!r}. Learning rates go to --learning_rates."
             )
-        settings[key] = _value(value, settings[key], meaning=f"{key} in {text!r}")
+        settings[key] = _value(value, defaults[key], meaning=f"{key} in {text!r}")
     if settings.get("matrices", "all") not in domain.matrices:
         raise ValueError(
             f"Expected matrices out of {', '.join(domain.matrices)}, got {settings['matrices']!r} "
             f"in {text!r}. Write it like '{name}:matrices=all'."
+        )
+    bound = settings["global_clip"]
+    if bound is not None and not (isinstance(bound, float) and bound > 0):
+        raise ValueError(
+            f"Expected a positive number or 'none' for global_clip in {text!r}, got {bound!r}. "
+            "Correct --optimizers."
         )
     rate = domain.learning_rates.get(name, optimizer.learning_rate)
     return dataclasses.replace(
@@ -396,14 +418,71 @@ def parse_optimizer(text: str, domain: Domain = LANGUAGE) -> Optimizer:
     )
 
 
+def _require_step(optimizer: Optimizer) -> None:
+    """Raises a `ValueError` if an optimizer cannot make a step, of a matrix and a vector."""
+    params = {"blocks": {"0": {"kernel": jnp.zeros((2, 2)), "scale": jnp.zeros(2)}}}
+    schedule = optax.constant_schedule(1.0)
+
+    def step(params: Any) -> Any:
+        state = optimizer.transformation(schedule).init(params)
+        return optimizer.step(schedule, lambda params: params, params, state, params)
+
+    try:
+        jax.eval_shape(step, params)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected settings that {optimizer.base} takes, got {optimizer.name!r}: {error} "
+            "Correct --optimizers."
+        ) from error
+
+
 def parse_optimizers(texts: Sequence[str], domain: Domain = LANGUAGE) -> list[Optimizer]:
-    """Reads several optimizers, see `parse_optimizer`; one named twice is a `ValueError`."""
+    """Reads several optimizers that are to run.
+
+    Args:
+      texts: see `parse_optimizer`.
+      domain: the kind of model.
+
+    Returns:
+      The optimizers.
+
+    Raises:
+      ValueError: none is named or one is twice, one cannot be read, or not make a step.
+    """
     if not texts or len(set(texts)) < len(texts):
         raise ValueError(
             f"Expected at least one optimizer, each named once, got {list(texts)}. Correct "
             "--optimizers."
         )
-    return [parse_optimizer(text, domain) for text in texts]
+    optimizers = [parse_optimizer(text, domain) for text in texts]
+    for optimizer in optimizers:
+        _require_step(optimizer)
+    return optimizers
+
+
+def distinct(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[str]]:
+    """Drops optimizers with the settings of one before, which would be compared with themselves.
+
+    Args:
+      optimizers: of one domain, some of whose defaults may be what a row of a table sets.
+
+    Returns:
+      Those that are left, and a sentence about each of the others.
+    """
+    kept: list[Optimizer] = []
+    notes = []
+    for optimizer in optimizers:
+        same = (
+            other.name
+            for other in kept
+            if other.base == optimizer.base and other.settings == optimizer.settings
+        )
+        first = next(same, None)
+        if first is None:
+            kept.append(optimizer)
+        else:
+            notes.append(f"`{optimizer.name}` is left out: its settings are those of `{first}`.")
+    return kept, notes
 
 
 def parse_learning_rates(texts: Sequence[str]) -> list[float]:

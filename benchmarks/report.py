@@ -59,6 +59,15 @@ class Summary:
         return max(self.losses) - min(self.losses)
 
 
+def best_rate(losses: Mapping[float, float]) -> tuple[float, bool]:
+    """Returns the learning rate of the lowest loss, and whether it is at an edge of several.
+
+    Of equally good ones, as where all diverged, it is the lowest.
+    """
+    best = min(losses, key=lambda rate: (losses[rate], rate))
+    return best, len(losses) > 1 and best in (min(losses), max(losses))
+
+
 def summarize(runs: Sequence[Run]) -> list[Summary]:
     """Groups runs by optimizer, in order of appearance, and picks each one's learning rate.
 
@@ -78,33 +87,72 @@ def summarize(runs: Sequence[Run]) -> list[Summary]:
             rate: statistics.fmean(run.final_loss for run in group)
             for rate, group in by_rate.items()
         }
-        best = min(grid, key=lambda rate: grid[rate])
-        at_edge = len(grid) > 1 and best in (min(grid), max(grid))
+        best, at_edge = best_rate(grid)
         summaries.append(Summary(name, best, at_edge, by_rate[best], grid))
     return summaries
 
 
+def baseline_name(names: Sequence[str]) -> str:
+    """Returns the name of what the others are compared with: `adamw`, or else the first."""
+    return "adamw" if "adamw" in names else names[0]
+
+
 def baseline_of(summaries: Sequence[Summary]) -> Summary:
-    """Returns what the others are compared with: `adamw`, or else the first."""
-    return next((summary for summary in summaries if summary.optimizer == "adamw"), summaries[0])
+    """Returns the summary of `baseline_name`."""
+    name = baseline_name([summary.optimizer for summary in summaries])
+    return next(summary for summary in summaries if summary.optimizer == name)
 
 
 def steps_to_reach(run: Run, loss: float) -> int | None:
-    """Returns after how many updates a run was first evaluated at `loss` or below, if ever."""
+    """Returns after how many updates a run was first evaluated at `loss` or below, if ever.
+
+    A loss that is not finite, of a run that diverged, is never reached.
+    """
+    if not math.isfinite(loss):
+        return None
     for step, value in zip(run.steps, run.validation_loss, strict=True):
         if value <= loss:
             return step
     return None
 
 
-def mean_steps_to_reach(candidate: Summary, baseline: Summary) -> float | None:
-    """Averages `steps_to_reach` the baseline's final loss at the same seed; `None` if one fails."""
-    steps = [
+def reached(candidate: Summary, baseline: Summary) -> list[int]:
+    """Returns `steps_to_reach` the baseline's final loss at the same seed, of seeds that do."""
+    steps = (
         steps_to_reach(run, reference.final_loss)
         for run, reference in zip(candidate.runs, baseline.runs, strict=True)
-    ]
-    reached = [step for step in steps if step is not None]
-    return statistics.fmean(reached) if len(reached) == len(steps) else None
+    )
+    return [step for step in steps if step is not None]
+
+
+def mean_steps_to_reach(candidate: Summary, baseline: Summary) -> float | None:
+    """Averages `reached`; None unless every seed gets there."""
+    steps = reached(candidate, baseline)
+    return statistics.fmean(steps) if len(steps) == len(candidate.runs) else None
+
+
+def when_reached(
+    candidate: Summary, baseline: Summary, form: str, seconds_per_step: float = 1.0
+) -> str:
+    """Words `reached` for a table.
+
+    Args:
+      candidate: the optimizer in question.
+      baseline: the optimizer whose final loss is to be reached, run at the same seeds.
+      form: a format specification of the mean.
+      seconds_per_step: a factor of the mean, where it is seconds that are to be told.
+
+    Returns:
+      The mean where every seed gets there, else how many do, or 'never'; '-' where the baseline
+      diverged at some seed, so that there is nothing to reach.
+    """
+    if math.isinf(baseline.loss):
+        return "-"
+    mean = mean_steps_to_reach(candidate, baseline)
+    if mean is not None:
+        return format(mean * seconds_per_step, form)
+    count = len(reached(candidate, baseline))
+    return f"{count} of {len(candidate.runs)} seeds" if count else "never"
 
 
 def differences(candidate: Summary, baseline: Summary) -> list[float]:
@@ -117,8 +165,8 @@ def _signed_range(values: Sequence[float]) -> str:
     return f"{min(values):+.4f} to {max(values):+.4f}"
 
 
-def verdict(candidate: Summary, baseline: Summary) -> str:
-    """Says who won, and whether the difference means anything.
+def outcome(candidate: Summary, baseline: Summary) -> str:
+    """Decides who won, and whether the difference means anything.
 
     The yardstick is the seed spread: the larger of the two optimizers' ranges (largest minus
     smallest final loss over the seeds). Only a difference beyond it counts as a win.
@@ -128,19 +176,43 @@ def verdict(candidate: Summary, baseline: Summary) -> str:
       baseline: the optimizer that it is compared with, run at the same seeds.
 
     Returns:
-      One sentence or two.
+      What the candidate did: 'wins', 'loses', 'no winner', or 'one seed', which decides nothing;
+      'diverged' or 'both diverged'. Against a baseline that diverged it wins.
+    """
+    if math.isinf(candidate.loss):
+        return "both diverged" if math.isinf(baseline.loss) else "diverged"
+    if math.isinf(baseline.loss):
+        return "wins"
+    if len(candidate.runs) == 1:
+        return "one seed"
+    difference = statistics.fmean(differences(candidate, baseline))
+    if abs(difference) <= max(candidate.spread, baseline.spread):
+        return "no winner"
+    return "wins" if difference < 0 else "loses"
+
+
+def verdict(candidate: Summary, baseline: Summary) -> str:
+    """Says `outcome` in a sentence or two, with the figures.
+
+    Args:
+      candidate: the optimizer in question.
+      baseline: the optimizer that it is compared with, run at the same seeds.
+
+    Returns:
+      The sentences.
     """
     ours, theirs = candidate.optimizer, baseline.optimizer
-    diverged = [summary.optimizer for summary in (candidate, baseline) if math.isinf(summary.loss)]
-    if len(diverged) == 2:
+    decided = outcome(candidate, baseline)
+    if decided == "both diverged":
         return f"{ours} against {theirs}: no winner, both diverged."
-    if diverged:
-        winner = theirs if diverged == [ours] else ours
-        return f"{ours} against {theirs}: {winner} wins, {diverged[0]} diverged."
+    if decided == "diverged":
+        return f"{ours} against {theirs}: {theirs} wins, {ours} diverged."
+    if math.isinf(baseline.loss):
+        return f"{ours} against {theirs}: {ours} wins, {theirs} diverged."
     each = differences(candidate, baseline)
     difference = statistics.fmean(each)
     winner = ours if difference < 0 else theirs
-    if len(each) == 1:
+    if decided == "one seed":
         if difference == 0:
             return f"{ours} against {theirs}: a tie at one seed."
         return (
@@ -149,7 +221,7 @@ def verdict(candidate: Summary, baseline: Summary) -> str:
         )
     spread = max(candidate.spread, baseline.spread)
     seeds = f"{difference:+.4f} ({_signed_range(each)} over {len(each)} seeds)"
-    if abs(difference) <= spread:
+    if decided == "no winner":
         return (
             f"{ours} against {theirs}: no winner, the difference {seeds} is inside the seed spread "
             f"of {spread:.4f}."
@@ -194,7 +266,6 @@ def table(summaries: Sequence[Summary]) -> str:
         ]
     ]
     for summary in summaries:
-        steps = mean_steps_to_reach(summary, baseline)
         finite = not (math.isinf(summary.loss) or math.isinf(baseline.loss))
         seconds = statistics.median(run.seconds_per_step for run in summary.runs)
         rows.append(
@@ -206,7 +277,7 @@ def table(summaries: Sequence[Summary]) -> str:
                 if len(summary.runs) > 1
                 else "one seed",
                 f"{summary.loss - baseline.loss:+.4f}" if finite else "-",
-                "never" if steps is None else f"{steps:.0f}",
+                when_reached(summary, baseline, ".0f"),
                 f"{1000 * seconds:.1f}",
                 f"{summary.runs[0].state_bytes:,}",
             ]
@@ -329,14 +400,28 @@ def plot_measures(summaries: Sequence[Summary], path: pathlib.Path) -> bool:
     return True
 
 
-def jsonable(value: Any) -> Any:
-    """Replaces what JSON lacks: a number that is not finite becomes null."""
+# Of these numbers keep all digits in JSON: a run is found again by them.
+_EXACT = ("settings", "learning_rate")
+
+
+def jsonable(value: Any, *, exact: bool = False) -> Any:
+    """Replaces what JSON lacks, and shortens numbers.
+
+    Args:
+      value: a tree of mappings and lists.
+      exact: whether numbers keep all their digits, not 6; settings and learning rates always do.
+
+    Returns:
+      The tree, with null for a number that is not finite.
+    """
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        if not math.isfinite(value):
+            return None
+        return value if exact else float(f"{value:.6g}")
     if isinstance(value, Mapping):
-        return {key: jsonable(inner) for key, inner in value.items()}
+        return {key: jsonable(inner, exact=exact or key in _EXACT) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [jsonable(inner) for inner in value]
+        return [jsonable(inner, exact=exact) for inner in value]
     return value
 
 

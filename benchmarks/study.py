@@ -80,7 +80,8 @@ def parser(description: str, *, out: str) -> argparse.ArgumentParser:
         "--extend",
         type=_count,
         default=4,
-        help="learning rates that may be tried beyond a grid while the best is at its edge",
+        help="learning rates that may be tried beyond a grid while the best is at its edge; those "
+        "of earlier commands count",
     )
     group.add_argument("--seeds", default="0", help="seeds that learning rates are tuned at")
     group.add_argument(
@@ -152,16 +153,22 @@ def parse_seeds(text: str, flag: str) -> list[int]:
 def parse_optimizers(
     args: argparse.Namespace, domain: optimizers.Domain
 ) -> list[tuple[Optimizer, Sequence[float]]]:
-    """Reads the optimizers and the learning rates that each begins with."""
+    """Reads the optimizers, and the learning rates that each begins with.
+
+    Of those with the same settings the first is kept, and the others are printed.
+    """
     texts = optimizers.table(args.table) if args.table else args.optimizers.split(",")
     given = (
         optimizers.parse_learning_rates(args.learning_rates.split(","))
-        if (args.learning_rates)
+        if args.learning_rates
         else []
     )
+    chosen, notes = optimizers.distinct(optimizers.parse_optimizers(texts, domain))
+    for note in notes:
+        print(note)
     return [
         (optimizer, given or grid.around(optimizer.learning_rate, max(1, args.grid)))
-        for optimizer in optimizers.parse_optimizers(texts, domain)
+        for optimizer in chosen
     ]
 
 
@@ -242,7 +249,7 @@ def complete(study: Study, args: argparse.Namespace, records: grid.Records, bega
     with tqdm.tqdm(total=0, unit="step", dynamic_ncols=True) as bar:
         for optimizer, rates in study.optimizers:
             task = study.make(optimizer)
-            for wanted in grid.rounds(optimizer, rates, study.protocol, records.find):
+            for wanted in grid.rounds(optimizer, rates, study.protocol, records.of):
                 missing = [cell for cell in wanted if records.find(cell) is None]
                 bar.total += task.steps * len(missing)
                 for cells in grid.groups(missing, max(1, args.vmap)):
@@ -310,12 +317,14 @@ def run(study: Study, args: argparse.Namespace, began: float) -> int:
     found = records.of_task()
     report.write_json(results(study, found), out / "results.json")
     chosen = [optimizer for optimizer, _ in study.optimizers]
-    summaries = grid.summarize(
+    summaries, left_out = grid.summarize(
         grid.named(found, chosen), study.protocol, [optimizer.name for optimizer in chosen]
     )
     if summaries:
         report.plot(summaries, out / "curves.png")
         print(f"\n{report.text(summaries)}\n")
+    for name, why in left_out.items():
+        print(f"`{name}` is left out: {why}.")
     seconds = time.perf_counter() - began
     print(f"{len(found)} runs are done, {seconds:.0f} s this time. Results are in {out}.")
     if not done:

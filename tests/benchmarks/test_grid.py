@@ -1,5 +1,8 @@
 """Cells, records, learning rates beyond an edge, runs in pieces, and tables of the results."""
 
+import argparse
+import contextlib
+import io
 import json
 import math
 import pathlib
@@ -7,12 +10,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from benchmarks import evidence, gpt2, grid, optimizers, resumable, study, vision
+from benchmarks import evidence, gpt2, grid, optimizers, report, resumable, study, vision
 from tests.support import versions
 
 _TASK = {
@@ -108,16 +112,22 @@ class RatesTest(parameterized.TestCase):
 class RoundsTest(FolderTest):
     def make(self, rates: list[float], protocol: grid.Protocol) -> list[list[tuple[float, int]]]:
         seen = []
-        for cells in grid.rounds(optimizer(), rates, protocol, self.records.find):
+        for cells in grid.rounds(optimizer(), rates, protocol, self.records.of):
             seen.append([(cell.learning_rate, cell.seed) for cell in cells])
-            self.records.add([(cell, figures(valley(cell.learning_rate))) for cell in cells])
+            missing = [cell for cell in cells if self.records.find(cell) is None]
+            self.records.add([(cell, figures(valley(cell.learning_rate))) for cell in missing])
         return seen
+
+    def chosen(self, protocol: grid.Protocol) -> report.Summary:
+        ((chosen,), left_out) = grid.summarize(self.records.of_task(), protocol)
+        self.assertEmpty(left_out)
+        return chosen
 
     def test_first_the_grid_then_beyond_its_edge_then_the_final_seeds_at_the_best(self):
         seen = self.make([4e-3, 8e-3], grid.Protocol([0], [1, 2], extend=4))
         grids = [[(4e-3, 0), (8e-3, 0)], [(2e-3, 0)], [(1e-3, 0)], [(5e-4, 0)]]
         self.assertEqual(seen, [*grids, [(1e-3, 1), (1e-3, 2)]])
-        (chosen,) = grid.summarize(self.records.of_task(), grid.Protocol([0], [1, 2]))
+        chosen = self.chosen(grid.Protocol([0], [1, 2]))
         self.assertEqual(chosen.learning_rate, 1e-3)
         self.assertFalse(chosen.at_edge)
         self.assertLen(chosen.grid, 5)
@@ -126,12 +136,63 @@ class RoundsTest(FolderTest):
     def test_it_goes_no_further_than_allowed_and_the_edge_is_marked(self):
         seen = self.make([4e-3, 8e-3], grid.Protocol([0], [0], extend=1))
         self.assertEqual(seen, [[(4e-3, 0), (8e-3, 0)], [(2e-3, 0)], [(2e-3, 0)]])
-        (chosen,) = grid.summarize(self.records.of_task(), grid.Protocol([0], [0]))
-        self.assertTrue(chosen.at_edge)
+        self.assertTrue(self.chosen(grid.Protocol([0], [0])).at_edge)
+        # Nor does the same command again.
+        self.assertEqual(
+            self.make([4e-3, 8e-3], grid.Protocol([0], [0], extend=1)), [seen[0], seen[2]]
+        )
 
-    def test_an_optimizer_without_its_final_seeds_has_no_summary(self):
+    @parameterized.parameters(([2e-3, 4e-3, 8e-3],), ([1e-3],), ([2e-3],))
+    def test_another_grid_later_is_added_to_what_there_is(self, rates: list[float]):
+        self.make([5e-4, 1e-3, 2e-3], grid.Protocol([0], [0], extend=4))
+        later = grid.Protocol([0], [1, 2], extend=4)
+        self.assertEqual(
+            self.make(rates, later), [[(rate, 0) for rate in rates], [(1e-3, 1), (1e-3, 2)]]
+        )
+        chosen = self.chosen(later)
+        self.assertEqual(chosen.learning_rate, 1e-3)
+        self.assertEqual(list(chosen.grid), sorted({5e-4, 1e-3, 2e-3, *rates}))
+
+    def test_a_learning_rate_without_all_tuning_seeds_does_not_count(self):
+        self.make([1e-3, 2e-3], grid.Protocol([0], [0]))
+        seen = self.make([2e-3, 4e-3], grid.Protocol([0, 1], [5]))
+        self.assertEqual(seen[1:], [[(2e-3, 5)]])
+        self.assertEqual(list(self.chosen(grid.Protocol([0, 1], [5])).grid), [2e-3, 4e-3])
+
+    def test_the_mean_over_the_tuning_seeds_of_what_decides_chooses(self):
+        protocol = grid.Protocol([0, 1], [1], 0, "validation_error", "test_error", "percent")
+        # By the first seed, the last, or by what is compared it would be another learning rate.
+        losses = {1e-3: (1.0, 6.0), 2e-3: (3.0, 3.0), 4e-3: (7.0, 0.0)}
+        cells = [grid.Cell(optimizer(), rate, seed) for rate in losses for seed in (0, 1)]
+        runs = []
+        for cell in cells:
+            run = figures(None)
+            decides = losses[cell.learning_rate][cell.seed]
+            run["curves"] = {"validation_error": [9.0, 9.0, decides], "test_error": [9.0, 8.0, 7.5]}
+            if cell.learning_rate == 4e-3:
+                run["curves"]["test_error"] = [9.0, 8.0, 7.0]
+            runs.append((cell, run))
+        self.records.add(runs)
+        *_, final = grid.rounds(optimizer(), list(losses), protocol, self.records.of)
+        self.assertEqual([(cell.learning_rate, cell.seed) for cell in final], [(2e-3, 1)])
+        chosen = self.chosen(protocol)
+        self.assertEqual(chosen.learning_rate, 2e-3)
+        self.assertEqual(chosen.grid, {1e-3: 3.5, 2e-3: 3.0, 4e-3: 3.5})
+        self.assertEqual([run.validation_loss for run in chosen.runs], [[9.0, 8.0, 7.5]])
+        named = (chosen.metric, chosen.chosen_by, chosen.unit)
+        self.assertEqual(named, ("test error", "validation error", "percent"))
+
+    def test_an_optimizer_without_its_seeds_is_left_out_and_the_reason_is_named(self):
         self.records.add([(grid.Cell(optimizer(), 1e-3, 0), figures(1.0))])
-        self.assertEmpty(grid.summarize(self.records.of_task(), grid.Protocol([0], [0, 1])))
+        for seeds, final, why in (
+            ([0], [0, 1, 2], "0.001, its best, has not run at seeds 1, 2"),
+            ([0, 3], [0], "no learning rate has run at all of seeds 0, 3"),
+        ):
+            summaries, left_out = grid.summarize(
+                self.records.of_task(), grid.Protocol(seeds, final), ["adamw", "mars"]
+            )
+            self.assertEmpty(summaries)
+            self.assertEqual(left_out, {"adamw": why, "mars": "no run"})
 
 
 class Decay:
@@ -233,6 +294,56 @@ class PiecesTest(FolderTest):
         self.assertTrue(deadline.passed(101.0))
 
 
+class StudyTest(FolderTest):
+    def study(self, *flags: str) -> tuple[study.Study, argparse.Namespace]:
+        args = study.parser("", out=str(self.folder)).parse_args(["--commit=none", *flags])
+        chosen = study.parse_optimizers(args, gpt2.DOMAIN)
+        protocol = study.protocol(args)
+        return study.Study("gpt2", chosen, protocol, _TASK, {}, lambda optimizer: Decay()), args
+
+    def made(self, *flags: str) -> list[grid.Record]:
+        comparison, args = self.study("--optimizers=adamw", *flags)
+        self.assertTrue(study.complete(comparison, args, self.records, time.perf_counter()))
+        return self.records.of_task()
+
+    def test_so_many_runs_are_made_together(self):
+        made = self.made("--learning_rates=0.1", "--seeds=0,1,2", "--vmap=2")
+        self.assertEqual([record["together"] for record in made], [2, 2, 1])
+
+    def test_so_many_learning_rates_beyond_the_grid_are_tried(self):
+        made = self.made("--learning_rates=0.1,0.2", "--extend=1")
+        self.assertEqual([record["learning_rate"] for record in made], [0.1, 0.2, 0.4])
+
+    @parameterized.parameters(("5", 5.0), ("0", math.inf))
+    def test_checkpoints_are_so_many_seconds_apart(self, flag: str, seconds: float):
+        with mock.patch.object(resumable, "train", wraps=resumable.train) as train:
+            self.made("--learning_rates=0.1", f"--save_every={flag}")
+        self.assertEqual([call.kwargs["save_every"] for call in train.call_args_list], [seconds])
+
+    def test_who_is_left_out_of_the_table_is_printed_with_the_reason(self):
+        self.made("--learning_rates=0.1")
+        comparison, args = self.study("--learning_rates=0.1", "--final_seeds=1", "--limit=0")
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            study.run(comparison, args, time.perf_counter())
+        printed = output.getvalue()
+        self.assertIn("`adamw` is left out: 0.1, its best, has not run at seeds 1.", printed)
+        self.assertIn("`mars` is left out: no run.", printed)
+
+    def test_of_optimizers_with_the_same_settings_the_first_is_kept(self):
+        args = study.parser("", out="").parse_args(["--table=mars/betas"])
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            ((chosen, _),) = study.parse_optimizers(args, vision.DOMAIN)
+        self.assertEqual(chosen.name, "mars")
+        self.assertEqual(
+            output.getvalue(),
+            "`mars:b2=0.99` is left out: its settings are those of `mars`.\n"
+            "`mars:b1=0.95:b2=0.99` is left out: its settings are those of `mars`.\n",
+        )
+        self.assertLen(study.parse_optimizers(args, gpt2.DOMAIN), 3)
+
+
 class TablesTest(FolderTest):
     @parameterized.parameters(
         *[f"mars/{name}" for name in optimizers.ABLATIONS],
@@ -241,7 +352,7 @@ class TablesTest(FolderTest):
     )
     def test_every_row_of_a_table_is_an_optimizer(self, name: str):
         domain = vision.DOMAIN if "convolutions" in name else gpt2.DOMAIN
-        rows = optimizers.parse_optimizers(optimizers.table(name), domain)
+        rows = [optimizers.parse_optimizer(text, domain) for text in optimizers.table(name)]
         self.assertGreater(len(rows), 1)
         for row in rows:
             versions.skip_if_optax_lacks(row.base)
@@ -252,6 +363,53 @@ class TablesTest(FolderTest):
     def test_an_unknown_table_is_an_error(self, name: str):
         with self.assertRaisesRegex(ValueError, f"--table, got '{name}'"):
             optimizers.table(name)
+
+    def tree(self, losses: dict[str, float], *, name: str = "gpt2") -> dict[str, Any]:
+        """Returns results at one learning rate and two seeds, 0.01 apart."""
+        domain = evidence.DOMAINS[name]
+        for text, loss in losses.items():
+            chosen = optimizers.parse_optimizer(text, domain)
+            self.records.add(
+                [(grid.Cell(chosen, 1e-3, seed), figures(loss + seed / 100)) for seed in (0, 1)]
+            )
+        comparison = study.Study(name, [], grid.Protocol([0], [0, 1]), _TASK, {}, None)
+        return json.loads(json.dumps(study.results(comparison, self.records.of_task())))
+
+    def test_settings_and_learning_rates_are_found_again_in_the_results(self):
+        name = "mars:gamma=0.0333333333"
+        self.records.add([(grid.Cell(optimizer(name), 1 / 3, 0), figures(1 / 3))])
+        comparison = study.Study("gpt2", [], grid.Protocol([0], [0]), _TASK, {}, None)
+        tree = json.loads(json.dumps(study.results(comparison, self.records.of_task())))
+        (record,) = grid.named(tree["records"], [optimizer(name)])
+        self.assertEqual(record["learning_rate"], 1 / 3)
+        self.assertEqual(record["curves"]["validation_loss"][-1], 0.333333)
+
+    def test_a_control_that_is_not_there_is_named_above_the_table(self):
+        said = "Compared with `mars_m:gamma=0.01`, as `mars_m:gamma=0`, the control, is not there."
+        tree = self.tree({"adamw": 1.0, "mars_m:gamma=0.01": 3.0, "mars_m:gamma=0.05": 2.0})
+        text, _ = evidence.section(tree, "mars_m/gamma")
+        self.assertLess(text.index(said), text.index("minus `mars_m:gamma=0.01`"))
+        self.assertIn("Not complete: `mars_m:gamma=0` (no run)", text)
+        text, _ = evidence.section(self.tree({"mars_m:gamma=0": 4.0}), "mars_m/gamma")
+        self.assertNotIn("Compared with", text)
+        self.assertIn("minus `mars_m:gamma=0`", text)
+
+    def test_without_adamw_the_main_table_says_what_it_compares_with(self):
+        text, _ = evidence.section(self.tree({"muon": 1.0, "lion": 2.0}), "main")
+        self.assertIn("Compared with `lion`, as `adamw`, the control, is not there.", text)
+        text, _ = evidence.section(self.tree({"adamw": 1.5}), "all")
+        self.assertIn("minus `adamw`", text)
+        self.assertNotIn("Compared with", text)
+
+    def test_a_row_with_the_settings_of_another_is_left_out(self):
+        tree = self.tree({"mars": 2.0, "mars:max_norm=none": 3.0}, name="vision")
+        text, summaries = evidence.section(tree, "mars/clip")
+        shown = [summary.optimizer for summary in summaries]
+        self.assertEqual(shown, ["mars", "mars:max_norm=none"])
+        self.assertIn(
+            "`mars:global_clip=none` is left out: its settings are those of `mars`.", text
+        )
+        self.assertNotIn("Not complete", text)
 
     def test_results_become_a_table_and_a_plot(self):
         protocol = grid.Protocol([0], [1, 2])
@@ -270,7 +428,7 @@ class TablesTest(FolderTest):
         )
         main, ablation = text.split("### gpt2: mars/gamma")
         self.assertIn("| `mars` | 0.001 (1) | 2.0150 | 2.0100 to 2.0200 | -1.0000 to", main)
-        self.assertIn("Not complete: `lion`, `muon`", main)
+        self.assertIn("Not complete: `lion` (no run), `muon` (no run)", main)
         self.assertIn(
             "| `mars:gamma=0.025` | 0.001 (1) | 2.0150 | 2.0100 to 2.0200 | -0.5", ablation
         )

@@ -29,7 +29,7 @@ class CommandTest(parameterized.TestCase):
 
     def test_a_comparison_writes_its_files_and_prints_who_won(self):
         printed = self.run_command(
-            "--optimizers=adamw,mars",
+            "--optimizers=adamw,mars,mars:gamma=0.025",
             "--learning_rates=1e-2,2e-3",
             "--seeds=0,1",
             "--size=tiny",
@@ -56,6 +56,7 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual(mars["optimizer"], "mars")
         self.assertLen(mars["grid"], 2)
         self.assertIn(mars["verdict"], printed)
+        self.assertIn("`mars:gamma=0.025` is left out: its settings are those of `mars`", printed)
         self.assertIn("state bytes", printed)
         self.assertIn(f"sha256 {results['data']['sha256']}", printed)
 

@@ -1,6 +1,9 @@
 """The optimizers' settings, and how they are named on the command line."""
 
+import dataclasses
 import functools
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +97,40 @@ class OptimizersTest(parameterized.TestCase):
         self.assertAlmostEqual(full, 1.0, delta=1e-3)
         self.assertAlmostEqual(half, 0.5, delta=1e-3)
 
+    def test_nadamw_has_nesterov_momentum(self):
+        first = updates(without_decay("nadamw"), 1.0, 1.0)[0]
+        # The gradient's share, and that of the momentum as the next step would correct its bias.
+        expected = 1 + 0.9 * (1 - 0.9) / (1 - 0.9**2)
+        self.assertAlmostEqual(np.abs(first["['head']['kernel']"]).max(), expected, places=4)
+
+    def test_muon_is_given_corrected_gradients_whose_leaves_are_clipped(self):
+        optimizer = optimizers.parse_optimizer("corrected_muon:global_clip=none")
+        with mock.patch.object(optax.contrib, "muon", return_value=optax.identity()):
+            transformation = optimizer.transformation(optax.constant_schedule(1.0))
+        params = {"kernel": jnp.full((2, 2), 0.1), "scale": jnp.zeros(2)}
+        state = transformation.update(params, transformation.init(params), params)[1]
+        grads = {"kernel": jnp.full((2, 2), 0.2), "scale": jnp.asarray([3.0, 4.0])}
+        given, _ = transformation.update(grads, state, params)
+        # 0.2 + gamma b1 / (1 - b1) times what it grew by, of norm below 1; the scale's is above.
+        expected = 0.2 + 0.025 * 0.95 / 0.05 * 0.1
+        np.testing.assert_allclose(given["kernel"], np.full((2, 2), expected), rtol=1e-5)
+        np.testing.assert_allclose(given["scale"], [0.6, 0.8], rtol=1e-5)
+
+    def test_gradients_that_a_step_asks_for_are_clipped(self):
+        def build(*_: Any) -> optax.GradientTransformationExtraArgs:
+            return optax.GradientTransformationExtraArgs(
+                lambda params: optax.EmptyState(),
+                lambda grads, state, params, *, grad_fn, **_: (grad_fn(params), state),
+            )
+
+        asking = dataclasses.replace(optimizers.parse_optimizer("mars"), build=build)
+        params = {"kernel": jnp.full((2, 2), 3.0)}
+        schedule = optax.constant_schedule(1.0)
+        state = asking.transformation(schedule).init(params)
+        after, _ = asking.step(schedule, lambda params: params, params, state, params)
+        # The gradient at the parameters is they themselves, of norm 6.
+        np.testing.assert_allclose(after["kernel"], np.full((2, 2), 3.5), rtol=1e-6)
+
     @parameterized.parameters(("adamw", "mars"), ("lion", "mars_lion"), ("muon", "mars_m"))
     def test_pairs_share_their_weight_decay(self, baseline: str, variant: str):
         ours = optimizers.OPTIMIZERS[variant].settings
@@ -147,17 +184,58 @@ class ParseTest(parameterized.TestCase):
         ("", "got ''"),
         ("adamw:beta1=0.9", "setting of adamw out of b1, b2.*got 'beta1'"),
         ("adamw:learning_rate=1", "--learning_rates"),
-        ("mars:gamma=big", "Expected a number or 'none' for gamma.*got 'big'"),
+        ("mars:gamma=big", "Expected a finite number or 'none' for gamma.*got 'big'"),
         ("mars:gamma", "got ''"),
+        ("mars:b1=nan", "Expected a finite number or 'none' for b1 in 'mars:b1=nan', got 'nan'"),
+        ("mars:gamma=inf", "got 'inf'.*--optimizers"),
+        ("storm_adamw:correction_clip=inf", "finite number or 'none' for correction_clip"),
+        ("mars:keep_prev_grad=1", "Expected 'true' or 'false' for keep_prev_grad.*got '1'"),
+        ("mars:global_clip=-1", "positive number or 'none' for global_clip.*--optimizers"),
+        ("mars:global_clip=0", "in 'mars:global_clip=0', got 0.0"),
     )
     def test_a_wrong_optimizer_is_an_error(self, text: str, message: str):
         with self.assertRaisesRegex(ValueError, message):
             optimizers.parse_optimizer(text)
 
+    @parameterized.parameters(
+        ("mars:b1=2", "decay rate"),
+        ("mars:gamma=none", "got None"),
+        ("mars:prev_grad_dtype=foo", "expected a dtype"),
+        ("lion:b1=none", "NoneType"),
+        ("mars:learning_rate_1d=none", "NoneType"),
+    )
+    def test_a_value_that_an_optimizer_does_not_take_is_an_error(self, text: str, reason: str):
+        message = f"got '{text}': .*{reason}.*Correct --optimizers"
+        with self.assertRaisesRegex(ValueError, message):
+            optimizers.parse_optimizers(["adamw", text])
+
+    @parameterized.parameters(
+        ("mars:global_clip=0.5", "global_clip", 0.5),
+        ("storm_adamw:correction_clip=1.0", "correction_clip", 1.0),
+        ("mars:max_norm=none:max_norm=1", "max_norm", 1.0),
+        ("mars:prev_grad_dtype=bfloat16", "prev_grad_dtype", "bfloat16"),
+        ("mars:keep_prev_grad=none:keep_prev_grad=true", "keep_prev_grad", True),
+    )
+    def test_a_setting_without_a_default_is_a_number_or_a_word(
+        self, text: str, setting: str, value: Any
+    ):
+        domain = dataclasses.replace(optimizers.LANGUAGE, settings={"global_clip": None})
+        (optimizer,) = optimizers.parse_optimizers([text], domain)
+        self.assertEqual(optimizer.settings[setting], value)
+        self.assertIs(type(optimizer.settings[setting]), type(value))
+
     @parameterized.parameters(([],), (["adamw", "mars", "adamw"],))
     def test_no_optimizer_and_the_same_one_twice_are_errors(self, texts: list[str]):
         with self.assertRaisesRegex(ValueError, "each named once"):
             optimizers.parse_optimizers(texts)
+
+    def test_the_first_of_equal_settings_is_kept_and_other_optimizers_with_them_are(self):
+        names = ["adamw", "nadamw", "mars:b1=0.9:gamma=0.025", "mars", "mars:gamma=0"]
+        kept, notes = optimizers.distinct([optimizers.parse_optimizer(name) for name in names])
+        self.assertEqual([optimizer.name for optimizer in kept], [*names[:3], names[4]])
+        self.assertEqual(
+            notes, ["`mars` is left out: its settings are those of `mars:b1=0.9:gamma=0.025`."]
+        )
 
     def test_learning_rates_come_back_sorted(self):
         self.assertEqual(optimizers.parse_learning_rates(["4e-3", "0.001"]), [0.001, 0.004])

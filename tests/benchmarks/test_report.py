@@ -4,12 +4,13 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import tempfile
 import warnings
 
 from absl.testing import absltest, parameterized
 
-from benchmarks import report
+from benchmarks import evidence, report
 from benchmarks.training import Run
 
 
@@ -65,7 +66,7 @@ class SummaryTest(parameterized.TestCase):
         self.assertEqual(report.baseline_of(pair).optimizer, "muon")
 
 
-class StepsTest(absltest.TestCase):
+class StepsTest(parameterized.TestCase):
     def test_the_first_evaluation_at_the_loss_counts(self):
         self.assertEqual(report.steps_to_reach(run("mars", 1.0), 3.0), 10)
         self.assertEqual(report.steps_to_reach(run("mars", 1.0), 2.9), 20)
@@ -75,30 +76,55 @@ class StepsTest(absltest.TestCase):
         baseline = summary("adamw", [3.0, 2.0])
         self.assertEqual(report.mean_steps_to_reach(summary("mars", [1.0, 2.0]), baseline), 15)
 
-    def test_one_seed_that_never_gets_there_means_never(self):
-        baseline = summary("adamw", [3.0, 2.0])
-        candidate = summary("mars", [1.0, 2.1])
-        self.assertIsNone(report.mean_steps_to_reach(candidate, baseline))
-        self.assertIn("never", report.table([baseline, candidate]))
+    @parameterized.parameters(
+        ([1.0, 2.0], [3.0, 2.0], "15", "7.5"),
+        ([1.0, 2.1], [3.0, 2.0], "1 of 2 seeds", "1 of 2 seeds"),
+        ([3.1, 2.1], [3.0, 2.0], "never", "never"),
+        ([1.0, 2.0], [math.inf, math.nan], "-", "-"),
+        ([1.0, 2.0], [3.0, math.nan], "-", "-"),
+    )
+    def test_tables_say_how_many_seeds_get_there(
+        self, ours: list[float], theirs: list[float], steps: str, seconds: str
+    ):
+        baseline, candidate = summary("adamw", theirs), summary("mars", ours)
+        self.assertEqual(report.when_reached(candidate, baseline, ".0f"), steps)
+        row = report.table([baseline, candidate]).splitlines()[-1]
+        self.assertEqual(re.split(" {2,}", row)[5], steps)
+        markdown = evidence.markdown_table([baseline, candidate], baseline).splitlines()[-1]
+        cells = [cell.strip() for cell in markdown.split("|")]
+        self.assertEqual((cells[7], cells[9]), (steps, seconds))
+        tree = report.as_json([baseline, candidate], [], {})
+        expected = float(steps) if steps.isdecimal() else None
+        self.assertEqual(tree["results"][1]["steps_to_baseline_loss"], expected)
+
+    @parameterized.parameters(math.inf, math.nan)
+    def test_the_loss_of_a_run_that_diverged_is_never_reached(self, loss: float):
+        self.assertIsNone(report.steps_to_reach(run("mars", 1.0), loss))
 
 
 class VerdictTest(parameterized.TestCase):
     @parameterized.named_parameters(
-        ("win", [1.0, 1.1, 1.2], [2.0, 2.1, 2.2], "mars wins"),
-        ("loss", [2.0, 2.1, 2.2], [1.0, 1.1, 1.2], "adamw wins"),
-        ("inside_the_spread", [1.0, 1.1, 1.2], [1.1, 1.2, 1.3], "no winner"),
-        ("inside_the_spread_of_the_other", [1.0, 1.0], [1.0, 1.9], "no winner"),
-        ("tie", [1.0, 1.1], [1.0, 1.1], "no winner"),
-        ("ahead_at_one_seed", [1.0], [1.5], "mars is ahead by 0.5000 at one seed. One seed has"),
-        ("behind_at_one_seed", [1.5], [1.0], "adamw is ahead by 0.5000 at one seed. One seed has"),
-        ("tie_at_one_seed", [1.0], [1.0], "a tie at one seed"),
-        ("diverged", [math.nan, 1.0], [9.0, 9.5], "adamw wins, mars diverged"),
-        ("baseline_diverged", [9.0], [math.inf], "mars wins, adamw diverged"),
-        ("both_diverged", [math.nan], [math.inf], "no winner, both diverged"),
+        ("win", [1.0, 1.1, 1.2], [2.0, 2.1, 2.2], "wins", "mars wins"),
+        ("loss", [2.0, 2.1, 2.2], [1.0, 1.1, 1.2], "loses", "adamw wins"),
+        ("inside_the_spread", [1.0, 1.1, 1.2], [1.1, 1.2, 1.3], "no winner", "no winner"),
+        ("inside_that_of_the_other", [1.0, 1.0], [1.0, 1.9], "no winner", "no winner"),
+        ("tie", [1.0, 1.1], [1.0, 1.1], "no winner", "no winner"),
+        ("ahead_at_one_seed", [1.0], [1.5], "one seed", "mars is ahead by 0.5000 at one seed. One"),
+        ("behind_at_one", [1.5], [1.0], "one seed", "adamw is ahead by 0.5000 at one seed. One"),
+        ("tie_at_one_seed", [1.0], [1.0], "one seed", "a tie at one seed"),
+        ("diverged", [math.nan, 1.0], [9.0, 9.5], "diverged", "adamw wins, mars diverged"),
+        ("baseline_diverged", [9.0], [math.inf], "wins", "mars wins, adamw diverged"),
+        ("both_diverged", [math.nan], [math.inf], "both diverged", "no winner, both diverged"),
     )
-    def test_it_says_who_won(self, ours: list[float], theirs: list[float], expected: str):
-        sentence = report.verdict(summary("mars", ours), summary("adamw", theirs))
+    def test_it_says_who_won(
+        self, ours: list[float], theirs: list[float], word: str, expected: str
+    ):
+        candidate, baseline = summary("mars", ours), summary("adamw", theirs)
+        sentence = report.verdict(candidate, baseline)
         self.assertStartsWith(sentence, f"mars against adamw: {expected}")
+        markdown = evidence.markdown_table([baseline, candidate], baseline).splitlines()
+        outcomes = [line.split("|")[6].strip() for line in markdown[2:]]
+        self.assertEqual(outcomes, ["", word])
 
     def test_the_difference_and_the_spread_are_printed(self):
         sentence = report.verdict(summary("mars", [1.0, 1.5]), summary("adamw", [1.25, 1.375]))
