@@ -117,6 +117,18 @@ def load_standard_library(root: str | pathlib.Path | None = None) -> Corpus:
     )
 
 
+def read_xz(path: pathlib.Path) -> bytes:
+    """Reads what an `.xz` file holds; a `ValueError` that names the file where it is damaged."""
+    try:
+        with lzma.open(path) as file:
+            return file.read()
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(
+            f"Expected a file compressed by xz, got {str(path)!r}, which is none or not whole: "
+            f"{error}. Fetch or compress it again."
+        ) from error
+
+
 def read_tokens(path: str | pathlib.Path) -> Tokens:
     """Reads one file: token ids if its name ends in `.bin` or `.bin.xz`, else its bytes.
 
@@ -130,7 +142,8 @@ def read_tokens(path: str | pathlib.Path) -> Tokens:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file is empty, or a token file has an odd number of bytes.
+      ValueError: the file is empty, a compressed one is damaged, or a token file has an odd number
+        of bytes.
     """
     path = pathlib.Path(path)
     if not path.is_file():
@@ -146,8 +159,7 @@ def read_tokens(path: str | pathlib.Path) -> Tokens:
             "again or give another file."
         )
     if path.name.endswith(".bin.xz"):
-        with lzma.open(path) as file:
-            unpacked = file.read()
+        unpacked = read_xz(path)
         size = len(unpacked)
     elif path.suffix != ".bin":
         return np.memmap(path, np.uint8, mode="r")
