@@ -173,6 +173,7 @@ class CommandTest(FolderTest):
         ("warmup", ["--warmup_steps=28"], "a warm-up from 0 to below"),
         ("heads", ["--heads=3"], "multiple of the heads, got 16 and 3"),
         ("microbatch", ["--microbatch=3"], "multiple of the microbatch"),
+        ("cudnn", ["--attention=cudnn"], "--attention=auto or --attention=xla where there is no"),
         ("devices", ["--devices=3"], "microbatch that is a multiple"),
     )
     def test_a_wrong_flag_ends_with_its_reason(self, flags: list[str], message: str):
