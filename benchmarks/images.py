@@ -218,8 +218,8 @@ def load(
     if test and (folder or not train):
         raise ValueError(
             "Expected --test_file beside the files of --train_file, got it beside "
-            f"{'a folder, which has' if folder else 'none: the digits have'} test images of its "
-            "own. Give files as --train_file, or leave --test_file out."
+            f"{'a folder, which has' if folder else 'none: the digits have'} test images "
+            "already. Give files as --train_file, or leave --test_file out."
         )
     if not train:
         source = "scikit-learn digits"
