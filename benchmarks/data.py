@@ -43,7 +43,8 @@ class Corpus:
       train: token ids, rank 1, an unsigned integer dtype; possibly mapped from a file.
       validation: the same, held out.
       vocabulary_size: every id is below this number.
-      description: what the text is, for the report: source, sizes, a hash.
+      description: what the text is, for the report: source, sizes, a hash of all and one of what is
+        held out.
     """
 
     train: Tokens
@@ -111,8 +112,21 @@ def load_standard_library(root: str | pathlib.Path | None = None) -> Corpus:
             "training_tokens": len(train),
             "validation_tokens": len(validation),
             "sha256": hashlib.sha256(train + validation).hexdigest(),
+            "validation_sha256": hashlib.sha256(validation).hexdigest(),
         },
     )
+
+
+def read_xz(path: pathlib.Path) -> bytes:
+    """Reads what an `.xz` file holds; a `ValueError` that names the file where it is damaged."""
+    try:
+        with lzma.open(path) as file:
+            return file.read()
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(
+            f"Expected a file compressed by xz, got {str(path)!r}, which is none or not whole: "
+            f"{error}. Fetch or compress it again."
+        ) from error
 
 
 def read_tokens(path: str | pathlib.Path) -> Tokens:
@@ -128,7 +142,8 @@ def read_tokens(path: str | pathlib.Path) -> Tokens:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file is empty, or a token file has an odd number of bytes.
+      ValueError: the file is empty, a compressed one is damaged, or a token file has an odd number
+        of bytes.
     """
     path = pathlib.Path(path)
     if not path.is_file():
@@ -144,8 +159,7 @@ def read_tokens(path: str | pathlib.Path) -> Tokens:
             "again or give another file."
         )
     if path.name.endswith(".bin.xz"):
-        with lzma.open(path) as file:
-            unpacked = file.read()
+        unpacked = read_xz(path)
         size = len(unpacked)
     elif path.suffix != ".bin":
         return np.memmap(path, np.uint8, mode="r")
@@ -198,13 +212,13 @@ def load_files(
             f"in {[str(file) for file in files]}. Encode all the same way."
         )
     train = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    hashes: dict[str, str | int] = {"sha256": ", ".join(map(_file_hash, files))}
     if validation_file is None:
         split = len(train) - max(1, round(len(train) * held_out))
         train, validation = train[:split], train[split:]
+        validation_hash = hashlib.sha256(validation.tobytes()).hexdigest()
     else:
         validation = read_tokens(validation_file)
-        hashes["validation_sha256"] = _file_hash(validation_file)
+        validation_hash = _file_hash(validation_file)
         if validation.dtype != train.dtype:
             raise ValueError(
                 f"Expected two text files or two token files ('.bin'), got {str(files[0])!r} "
@@ -227,7 +241,8 @@ def load_files(
             "source": f"{', '.join(pathlib.Path(file).name for file in files)}, as {kind}",
             "training_tokens": len(train),
             "validation_tokens": len(validation),
-            **hashes,
+            "sha256": ", ".join(map(_file_hash, files)),
+            "validation_sha256": validation_hash,
         },
     )
 

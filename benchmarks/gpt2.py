@@ -365,6 +365,7 @@ def build(args: argparse.Namespace) -> study.Study:
             "model_flops_per_step": work.model_flops(parameters),
             "eval_windows": len(held_out),
             "sha256": corpus.description["sha256"],
+            "validation_sha256": corpus.description["validation_sha256"],
         },
         data=corpus.description,
         make=lambda optimizer: Language(corpus, held_out, work, schedule, optimizer, devices),

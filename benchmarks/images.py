@@ -2,12 +2,16 @@
 
 import dataclasses
 import hashlib
-import lzma
 import pathlib
+import zipfile
+import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from benchmarks import data
 
 Images = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int32]
@@ -134,29 +138,47 @@ def read(path: Path) -> tuple[Images, Labels]:
 
     Raises:
       FileNotFoundError: If there is no such file.
-      ValueError: If it is no such file.
+      ValueError: If it is no such file, or labels are no integers from 0.
     """
     path = pathlib.Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"Expected a file of images, got {str(path)!r}, which is not one.")
     if path.suffix == ".xz":
-        with lzma.open(path) as file:
-            return _read_residuals(file.read(), path)
+        return _read_residuals(data.read_xz(path), path)
     if path.suffix != ".npz":
         return _read_cifar(path)
-    with np.load(path) as arrays:
-        if not {"images", "labels"} <= set(arrays.files):
-            raise ValueError(
-                f"Expected `images` and `labels` in {str(path)!r}, got {arrays.files}. Save them "
-                "with np.savez(path, images=..., labels=...)."
-            )
-        images, labels = arrays["images"], arrays["labels"].astype(np.int32)
-    if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(labels):
+    arrays = _read_npz(path)
+    if not {"images", "labels"} <= arrays.keys():
+        raise ValueError(
+            f"Expected `images` and `labels` in {str(path)!r}, got {list(arrays)}. Save them with "
+            "np.savez(path, images=..., labels=...)."
+        )
+    images, labels = arrays["images"], arrays["labels"]
+    if images.dtype != np.uint8 or images.ndim != 4 or labels.shape != images.shape[:1]:
         raise ValueError(
             "Expected images of dtype uint8 and shape (number, height, width, channels) and a "
-            f"label for each, got {images.dtype}, {images.shape} and {len(labels)} labels."
+            f"label for each in {str(path)!r}, got {images.dtype}, {images.shape} and labels of "
+            f"shape {labels.shape}."
         )
-    return images, labels
+    if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
+        raise ValueError(
+            f"Expected integers from 0 as labels in {str(path)!r}, got {labels.dtype}, the "
+            f"least {np.sort(labels)[:3].tolist()}. Number the classes from 0."
+        )
+    return images, labels.astype(np.int32)
+
+
+def _read_npz(path: pathlib.Path) -> dict[str, npt.NDArray[Any]]:
+    """Reads the arrays of a file of NumPy's."""
+    try:
+        with path.open("rb") as file, np.load(file) as arrays:
+            return dict(arrays)
+    # Of what is no archive NumPy says that it may be a pickle; one array is no context manager.
+    except (ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"Expected an .npz file of arrays, got {str(path)!r}, which cannot be read as one. "
+            "Save it again with np.savez(path, images=..., labels=...)."
+        ) from error
 
 
 def _digits() -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
@@ -178,7 +200,7 @@ def load(
     Args:
       train: files as `read` takes them, or one folder of CIFAR's with the test images in it, too.
         None at all means scikit-learn's digits: 1,797 grey images of 8 x 8, in 10 classes.
-      test: files, unless `train` is a folder or empty.
+      test: files; none where `train` is a folder or empty, which have test images of their own.
       held_out: share of the training images for validation, in [0, 1), the last ones. With 0
         the test images are used, and choose the learning rate.
 
@@ -187,14 +209,22 @@ def load(
 
     Raises:
       FileNotFoundError: If something is not there.
-      ValueError: If files are malformed or do not fit each other, or a part is empty.
+      ValueError: If files are malformed or do not fit each other, a part is empty, or there would
+        be two sets of test images.
     """
     if not 0 <= held_out < 1:
         raise ValueError(f"Expected a share in [0, 1) as --held_out, got {held_out}.")
+    folder = len(train) == 1 and pathlib.Path(train[0]).is_dir()
+    if test and (folder or not train):
+        raise ValueError(
+            "Expected --test_file beside the files of --train_file, got it beside "
+            f"{'a folder, which has' if folder else 'none: the digits have'} test images "
+            "already. Give files as --train_file, or leave --test_file out."
+        )
     if not train:
         source = "scikit-learn digits"
         training, testing = _digits()
-    elif len(train) == 1 and pathlib.Path(train[0]).is_dir():
+    elif folder:
         source = pathlib.Path(train[0]).name
         training, testing = _read_folder(pathlib.Path(train[0]))
     elif not test:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+import numpy.typing as npt
 import orbax.checkpoint as ocp  # type: ignore[import-untyped, unused-ignore]
 
 from benchmarks import grid, training
@@ -170,6 +171,13 @@ def _evaluate(task: Task, state: State, progress: Progress) -> None:
         progress.curves.setdefault(name, []).append(row)
 
 
+def _finite(progress: Progress) -> npt.NDArray[np.bool_]:
+    """Whether all held-out figures are finite up to an evaluation, for (evaluations, runs)."""
+    finite = np.all([np.isfinite(rows) for rows in progress.curves.values()], axis=0)
+    accumulated: npt.NDArray[np.bool_] = np.logical_and.accumulate(finite)
+    return accumulated
+
+
 def train(
     task: Task,
     cells: Sequence[grid.Cell],
@@ -181,7 +189,8 @@ def train(
 ) -> list[grid.Record] | None:
     """Makes a group of runs, from its checkpoint if there is one.
 
-    A group all of whose runs diverged ends early: what is missing of its curves is "not a number".
+    A run diverged where a held-out figure is not finite: what would follow of its curves is None,
+    whatever it is trained together with. A group all of whose runs diverged ends early.
 
     Args:
       task: what is trained.
@@ -227,7 +236,7 @@ def train(
             progress.train_loss.append(_means(progress.losses))
             progress.losses = []
             report(task.steps_per_call, progress)
-            if not np.isfinite(progress.train_loss[-1]).any():
+            if not _finite(progress)[-1].any():
                 break
         else:
             report(task.steps_per_call, progress)
@@ -244,18 +253,20 @@ def _record(
 ) -> grid.Record:
     """Collects the figures of one run."""
     evaluations = len(task.evaluated_steps)
+    # The first evaluation that is not finite is the last one.
+    known = 1 + int(_finite(progress)[:, index].sum())
 
-    def curve(rows: Sequence[Sequence[float]], length: int) -> list[float | None]:
-        values = [row[index] for row in rows]
-        known = [value if math.isfinite(value) else None for value in values]
-        return known + [None] * (length - len(known))
+    def curve(rows: Sequence[Sequence[float]], known: int, length: int) -> list[float | None]:
+        values = [row[index] for row in rows[:known]]
+        finite = [value if math.isfinite(value) else None for value in values]
+        return finite + [None] * (length - len(finite))
 
     # A single call has nothing to compare with: then there is no time without compiling.
     seconds = statistics.median(progress.seconds) / together if progress.seconds else math.nan
     return {
         "steps": list(task.evaluated_steps),
-        "curves": {name: curve(rows, evaluations) for name, rows in progress.curves.items()},
-        "train_loss": curve(progress.train_loss, evaluations - 1),
+        "curves": {name: curve(rows, known, evaluations) for name, rows in progress.curves.items()},
+        "train_loss": curve(progress.train_loss, known - 1, evaluations - 1),
         "seconds_per_step": seconds if math.isfinite(seconds) else None,
         "state_bytes": state_bytes,
         "together": together,

@@ -180,11 +180,17 @@ def plot(tree: Mapping[str, Any], path: pathlib.Path) -> None:
       path: the PNG file to write.
 
     Raises:
-      ValueError: If there is nothing to draw.
+      ValueError: If there is nothing to draw, or it is no result of `step_time`.
     """
-    drawn = groups([row for row in tree["rows"] if "error" not in row])
-    if not drawn:
+    rows = tree.get("rows") if isinstance(tree, Mapping) else None
+    if not isinstance(rows, list):
+        raise ValueError("Expected a tree with a list `rows`, got none.")
+    measured = [row for row in rows if "error" not in row]
+    if not measured:
         raise ValueError("Expected rows with figures to draw, got none. Measure some first.")
+    if not all("share_of_floor" in row for row in measured):
+        raise ValueError("Expected rows with `share_of_floor`, got others: not of step_time.")
+    drawn = groups(measured)
     heights = [1.0 + 0.28 * len(rows) for rows in drawn.values()]
     figure, axes = plt.subplots(
         nrows=len(drawn),

@@ -70,7 +70,7 @@ _REMAT = flags.DEFINE_bool("remat", False, "Compute activations again in the bac
 
 flags.adopt_module_key_flags(command)
 
-_TRAINED = "(adamw|mars|mars_m|muon)(/fused)?"
+_TRAINED = "(adamw|mars|mars_m|muon)(/xla|/pallas)?(/fused)?"
 
 
 def default_inner(parameters: int, backend: str) -> int:
@@ -216,7 +216,12 @@ def _work() -> train_step.Work:
 
 def _draw(paths: Sequence[str]) -> None:
     for path in map(pathlib.Path, paths):
-        step_report.plot(json.loads(path.read_text()), path.with_suffix(".png"))
+        try:
+            step_report.plot(json.loads(path.read_text()), path.with_suffix(".png"))
+        except ValueError as error:
+            raise ValueError(
+                f"Expected results of step_time as --plot, got {str(path)!r}: {error}"
+            ) from error
         print(f"Written: {path.with_suffix('.png')}.")
 
 

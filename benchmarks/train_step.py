@@ -1,6 +1,7 @@
 """Times whole training steps of a GPT-2, to see what share of them the optimizer is."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import optax
 from absl import logging
 from flax import nnx
 
-from benchmarks import gpt, gpt2_shapes, timing
+from benchmarks import command, gpt, gpt2_shapes, timing
 from benchmarks.step_candidates import Candidate
 from benchmarks.step_loop import require_finite
 
@@ -62,7 +63,15 @@ def attention_implementation(choice: str, backend: str) -> str:
     Args:
       choice: "xla", "cudnn", or "auto": cuDNN on a GPU if it can, else XLA.
       backend: JAX's default backend.
+
+    Raises:
+      ValueError: If cuDNN is asked for without a GPU.
     """
+    if choice == "cudnn" and backend != "gpu":
+        raise ValueError(
+            f"Expected --attention=auto or --attention=xla where there is no GPU, got {choice} on "
+            f"{backend}. cuDNN's attention needs a GPU."
+        )
     if choice != "auto":
         return choice
     if backend != "gpu":
@@ -101,11 +110,12 @@ def build_step(
       work: what a step processes.
 
     Returns:
-      The transformation with the global clip in front, and the step, which maps parameters, state
-      and windows (microbatches, microbatch, context + 1) to parameters and state.
+      The candidate's transformation, and the step, which maps parameters, its state and windows
+      (microbatches, microbatch, context + 1) to parameters and state.
     """
-    transformation = optax.chain(optax.clip_by_global_norm(1.0), candidate.build(params))
+    transformation = candidate.build(params)
     step = candidate.step(transformation)
+    clip = optax.clip_by_global_norm(1.0)
 
     def gradient(params: Any, windows: jax.Array) -> Any:
         return jax.grad(lambda p: gpt.loss(nnx.merge(graph, p), windows))(params)
@@ -120,13 +130,11 @@ def build_step(
 
             total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), windows)
             grads = jax.tree.map(lambda g: g / len(windows), total)
-        return step(grads, state, params)
+        # Not in a chain, which `fused_step` would not see through.
+        clipped, _ = clip.update(grads, optax.EmptyState())
+        return step(clipped, state, params)
 
     return transformation, train
-
-
-def _failure(error: Exception) -> dict[str, Any]:
-    return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
 
 
 def measure(
@@ -156,13 +164,13 @@ def measure(
 
     rows: list[dict[str, Any]] = []
     runs: dict[str, Callable[[], Any]] = {}
-    values: dict[str, list[Any]] = {}
+    carries: dict[str, list[Any]] = {}
     times: dict[str, list[float]] = {}
 
-    def prepare(candidate: Candidate) -> Callable[[], Any]:
+    def prepare(candidate: Candidate) -> dict[str, Any]:
         transformation, train = build_step(graph, candidate, abstract, work)
         params = jax.tree.map(jnp.array, host)
-        carry = values[candidate.name] = [params, transformation.init(params)]
+        carry = [params, transformation.init(params)]
         compiled = jax.jit(train, donate_argnums=(0, 1)).lower(*carry, windows).compile()
 
         def run() -> list[Any]:
@@ -170,35 +178,26 @@ def measure(
                 carry[:] = compiled(*carry, windows)
             return carry
 
-        return run
+        timing.wait(run())
+        runs[candidate.name], carries[candidate.name] = run, carry
+        return {}
+
+    def figures(name: str) -> dict[str, Any]:
+        require_finite(carries[name][0])
+        summary = timing.summary(times[name])
+        return {
+            **summary,
+            "tokens_per_second": 1000 * work.tokens / summary["ms"],
+            "model_flop_per_second": 1000 * work.model_flops(parameters) / summary["ms"],
+        }
 
     for candidate in (BASELINE, *candidates):
-        row: dict[str, Any] = {
-            "name": candidate.name,
-            "parameters": parameters,
-            "tokens": work.tokens,
-        }
-        rows.append(row)
-        try:
-            run = prepare(candidate)
-            timing.wait(run())
-        # Out of memory comes as a RuntimeError; the others should still be measured.
-        except Exception as error:
-            logging.info("%s failed: %s", candidate.name, error)
-            values.pop(candidate.name, None)
-            row |= _failure(error)
-        else:
-            runs[candidate.name] = run
+        row = {"name": candidate.name, "parameters": parameters, "tokens": work.tokens}
+        rows.append(command.guarded(row, functools.partial(prepare, candidate)))
     for _ in range(repeats):
         for name, run in runs.items():
             times.setdefault(name, []).append(timing.milliseconds(run) / steps)
-    for row in rows:
-        if row["name"] in times:
-            row |= timing.summary(times[row["name"]])
-            row["tokens_per_second"] = 1000 * work.tokens / row["ms"]
-            row["model_flop_per_second"] = 1000 * work.model_flops(parameters) / row["ms"]
-            try:
-                require_finite(values[row["name"]][0])
-            except FloatingPointError as error:
-                row |= _failure(error)
-    return rows
+    return [
+        row if "error" in row else command.guarded(row, functools.partial(figures, row["name"]))
+        for row in rows
+    ]

@@ -104,7 +104,7 @@ class Recipe:
         steps = self.epochs * steps_per_epoch
         if self.schedule == "cosine":
             return training.Schedule(steps, steps // 20, 0.0, steps).learning_rate(peak)
-        milestones = [steps_per_epoch * (self.epochs * quarters // 4) for quarters in (2, 3)]
+        milestones = [steps * quarters // 4 for quarters in (2, 3)]
 
         def rate(count: jax.Array) -> jax.Array:
             passed = sum(jnp.asarray(count >= step, jnp.float32) for step in milestones)
@@ -233,7 +233,11 @@ class Vision:
         return state, losses
 
     def evaluate(self, state: dict[str, Any]) -> Mapping[str, jax.Array]:
-        """Returns loss, and error in percent, on the validation and the test images."""
+        """Returns loss, and error in percent, on the validation and the test images.
+
+        Where the loss is not finite, the error is not a number: of logits that are none, some class
+        is the first.
+        """
         variables = {"params": state["params"], "stats": state["stats"]}
         alone = jax.tree.leaves(variables["params"])[0].ndim == self._rank_of_first
         evaluate = self._evaluate_one if alone else self._evaluate_all
@@ -310,7 +314,8 @@ class Vision:
             return loss, jnp.argmax(logits) != label
 
         losses, wrong = jax.lax.map(of_one, data, batch_size=_EVALUATION_BATCH)
-        return jnp.mean(losses), 100 * jnp.mean(wrong)
+        loss = jnp.mean(losses)
+        return loss, jnp.where(jnp.isfinite(loss), 100 * jnp.mean(wrong), jnp.nan)
 
 
 def parser() -> argparse.ArgumentParser:

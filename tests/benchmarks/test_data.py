@@ -1,5 +1,6 @@
 """Reading text and tokens, splitting them, and cutting batches."""
 
+import hashlib
 import lzma
 import pathlib
 import tempfile
@@ -100,6 +101,14 @@ class FilesTest(DataTest):
         corpus = data.load_files(self.write_tokens("train.bin", list(range(100))))
         self.assertEqual(corpus.train.tolist(), list(range(95)))
         self.assertEqual(corpus.validation.tolist(), list(range(95, 100)))
+
+    def test_what_is_held_out_has_a_hash_of_its_own(self):
+        train, validation = self.write("a.txt", b"x" * 99 + b"y"), self.write("b.txt", b"z")
+        whole, apart = data.load_files(train, held_out=0.01), data.load_files(train, validation)
+        for corpus, held_out in ((whole, b"y"), (apart, b"z")):
+            expected = hashlib.sha256(held_out).hexdigest()
+            self.assertEqual(corpus.description["validation_sha256"], expected)
+        self.assertEqual(whole.description["sha256"], apart.description["sha256"])
 
     def test_compressed_token_files_are_read_and_several_are_joined(self):
         packed = self.write("a.bin.xz", lzma.compress(np.asarray([1, 2, 300], "<u2").tobytes()))

@@ -99,6 +99,35 @@ class TrainingTest(FolderTest):
         np.testing.assert_allclose(divided["train_loss"], whole["train_loss"], rtol=1e-4)
 
 
+class TaskTest(FolderTest):
+    def test_everything_that_decides_on_a_result_is_in_the_key_of_a_run(self):
+        given = build()
+        optimizer, _ = given.optimizers[0]
+        cell = grid.Cell(optimizer, 1e-2, 0)
+        other = self.folder / "other.txt"
+        other.write_text("another text to evaluate on, of more than four windows")
+        flags = (
+            "--microbatch=2",
+            "--batch_size=8",
+            "--eval_windows=3",
+            "--steps=29",
+            "--layers=2",
+            f"--validation_file={other}",
+            f"--data_file={gpt2.__file__}",
+        )
+        keys = {grid.key(cell, build(flag).task) for flag in flags}
+        self.assertLen(keys | {grid.key(cell, given.task)}, len(flags) + 1)
+
+    def test_another_split_of_one_file_has_another_key(self):
+        given = build().task
+        with mock.patch.object(
+            gpt2.data, "load_files", functools.partial(gpt2.data.load_files, held_out=0.1)
+        ):
+            other = build().task
+        self.assertNotEqual(other.pop("validation_sha256"), given.pop("validation_sha256"))
+        self.assertEqual(other, given)
+
+
 class CommandTest(FolderTest):
     def run_command(self, *flags: str, text: bool = True) -> str:
         output = io.StringIO()
@@ -144,6 +173,7 @@ class CommandTest(FolderTest):
         ("warmup", ["--warmup_steps=28"], "a warm-up from 0 to below"),
         ("heads", ["--heads=3"], "multiple of the heads, got 16 and 3"),
         ("microbatch", ["--microbatch=3"], "multiple of the microbatch"),
+        ("cudnn", ["--attention=cudnn"], "--attention=auto or --attention=xla where there is no"),
         ("devices", ["--devices=3"], "microbatch that is a multiple"),
     )
     def test_a_wrong_flag_ends_with_its_reason(self, flags: list[str], message: str):

@@ -29,9 +29,12 @@ from benchmarks import (
     step_loop,
     step_report,
     step_time,
+    timing,
     torch_peers,
     train_step,
 )
+from mars_optax._src.kernels import execute
+from tests.support import interpreter
 
 _CANDIDATES = {one.name: one for one in step_candidates.candidates()}
 
@@ -208,6 +211,16 @@ class LoopTest(parameterized.TestCase):
         moved = jnp.abs(looped["first"]["kernel"] - params["first"]["kernel"])
         self.assertGreater(float(jnp.max(moved)), 1e-4)
 
+    def test_times_are_of_one_step_and_of_all_repeats(self):
+        params, grads, prev_grads = map(functools.partial(jax.tree.map, jnp.asarray), trees())
+        step = lambda grads, state, params: (params, state)  # noqa: E731
+        times = mock.Mock(side_effect=[8.0, 4.0, 40.0])
+        with mock.patch.object(timing, "milliseconds", times):
+            figures = step_loop.measure(
+                step, params, lambda params: (), grads, prev_grads, steps=4, repeats=3
+            )
+        self.assertEqual([figures[key] for key in ("ms_min", "ms", "ms_max")], [1.0, 2.0, 10.0])
+
     def test_parameters_that_are_not_finite_are_no_result(self):
         def step(grads, state, params):
             return jax.tree.map(lambda p: p * jnp.inf, params), state
@@ -364,6 +377,38 @@ class TrainStepTest(absltest.TestCase):
             clipped = jax.tree.map(lambda g: g / norm, gradient)
             chex.assert_trees_all_close(moved, clipped, atol=1e-5)
 
+    @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="kernels need JAX 0.10")
+    def test_only_a_fused_step_has_the_kernels_of_one(self):
+        """As on one Hopper GPU, with the interpreter in the place of the GPU."""
+        # As many scales and as many biases as share a kernel.
+        model = nnx.eval_shape(
+            lambda: nnx.Sequential(*(nnx.LayerNorm(128, rngs=nnx.Rngs(0)) for _ in range(8)))
+        )
+        graph, params = nnx.split(model)
+        work = train_step.Work(self.config, batch=4, microbatch=4)
+        windows = jax.eval_shape(lambda: jnp.zeros((1, 4, 128)))
+        for name, kernels in (("mars", 0), ("mars/fused", 1), ("adamw/fused", 0)):
+            transformation, train = train_step.build_step(graph, _CANDIDATES[name], params, work)
+            state = jax.eval_shape(transformation.init, params)
+            pays = mock.patch.object(execute, "kernels_pay", return_value=True)
+            with interpreter.always(), pays:
+                jaxpr = str(jax.make_jaxpr(train)(params, state, windows))
+            self.assertEqual(jaxpr.count("name=mars_step"), kernels, name)
+
+    def test_figures_are_of_one_step(self):
+        work = train_step.Work(self.config, batch=4, microbatch=2)
+        candidates = [_CANDIDATES["adamw"]]
+        # In turns: sgd's, adamw's, sgd's and so on, of 2 steps.
+        times = mock.Mock(side_effect=[2.0, 20.0, 4.0, 40.0, 12.0, 120.0])
+        with (
+            mock.patch.object(train_step, "abstract_model", return_value=self.model),
+            mock.patch.object(timing, "milliseconds", times),
+        ):
+            sgd, adamw = train_step.measure(candidates, work, steps=2, repeats=3)
+        self.assertEqual([sgd[key] for key in ("ms_min", "ms", "ms_max")], [1.0, 2.0, 6.0])
+        self.assertEqual([adamw[key] for key in ("ms_min", "ms", "ms_max")], [10.0, 20.0, 60.0])
+        self.assertEqual(sgd["model_flop_per_second"], 1000 * work.model_flops(64) / 2.0)
+
     def test_an_optimizer_that_fails_is_reported_and_the_others_survive(self):
         broken = step_candidates.Candidate("broken", mock.Mock(side_effect=RuntimeError("full")))
         infinite = step_candidates.Candidate("infinite", lambda params: optax.scale(jnp.inf))
@@ -375,6 +420,7 @@ class TrainStepTest(absltest.TestCase):
         self.assertEqual([row["name"] for row in rows], ["sgd", "broken", "infinite", "mars"])
         self.assertEqual(rows[1]["error"], "RuntimeError: full")
         self.assertStartsWith(rows[2]["error"], "FloatingPointError: Expected finite parameters")
+        self.assertNotIn("ms", rows[2])
         for row in (rows[0], rows[3]):
             self.assertNotIn("error", row)
             self.assertEqual((row["parameters"], row["tokens"]), (64, 32))
@@ -425,6 +471,35 @@ class CommandTest(parameterized.TestCase):
         self.assertRegex(printed, r"\nmars_m +\d")
         self.run_command(f"--plot={self.result}")
         self.assertStartsWith(self.result.with_suffix(".png").read_bytes(), b"\x89PNG")
+
+    def test_whole_training_steps_are_measured_with_every_implementation(self):
+        failed = {"name": "sgd", "parameters": 1, "tokens": 1, "error": "RuntimeError: full"}
+        measure = mock.Mock(return_value=[failed])
+        with mock.patch.object(train_step, "measure", measure):
+            self.run_command("--train_step", "--implementations=default,xla,pallas")
+        names = {one.name for one in measure.call_args.args[0]}
+        ours = {
+            f"{name}{implementation}{fused}"
+            for name in ("mars", "mars_m")
+            for implementation in ("", "/xla", "/pallas")
+            for fused in ("", "/fused")
+        }
+        self.assertEqual(names, {"adamw", "adamw/fused", "muon", *ours})
+
+    def test_what_is_no_result_cannot_be_drawn(self):
+        row = {"name": "mars", "model": "tiny", "layout": "flat", "ms": 1.0}
+        for tree, message in (
+            ({"records": []}, "a list `rows`, got none"),
+            ([], "a list `rows`, got none"),
+            ({"rows": []}, "rows with figures to draw, got none"),
+            ({"rows": [row]}, "rows with `share_of_floor`, got others"),
+        ):
+            self.result.write_text(json.dumps(tree))
+            with self.assertRaisesRegex(SystemExit, f"as --plot, got '{self.result}'.*{message}"):
+                self.run_command(f"--plot={self.result}")
+        self.result.write_text("no JSON")
+        with self.assertRaisesRegex(SystemExit, f"as --plot, got '{self.result}': Expecting"):
+            self.run_command(f"--plot={self.result}")
 
     def test_a_row_that_fails_is_reported_and_the_others_survive(self):
         build = mock.Mock(side_effect=RuntimeError("RESOURCE_EXHAUSTED: no memory\nfor this"))
@@ -488,6 +563,7 @@ class CommandTest(parameterized.TestCase):
         ("no_row", ["--rows=nothing"], "to match an optimizer"),
         ("batch", ["--train_step", "--batch=3", "--microbatch=2"], "multiple of the microbatch"),
         ("plot", ["--plot=nowhere.json"], "nowhere.json"),
+        ("cudnn", ["--train_step", "--attention=cudnn"], "--attention=xla where there is no GPU"),
     )
     def test_a_wrong_flag_ends_with_its_reason(self, arguments: list[str], message: str):
         with self.assertRaisesRegex(SystemExit, "step_time: .*" + re.escape(message)):

@@ -1,9 +1,12 @@
 """Images: reading and changing them, models that learn digits, runs in pieces."""
 
 import functools
+import io
 import lzma
 import pathlib
+import re
 import tempfile
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from benchmarks import grid, image_models, images, optimizers, resumable, study, vision
+from benchmarks import data, grid, image_models, images, optimizers, resumable, study, vision
 from tests.benchmarks import test_grid
 from tests.support import versions
 
@@ -87,6 +90,54 @@ class TrainingTest(FolderTest):
             np.testing.assert_allclose(run["train_loss"], alone["train_loss"], rtol=1e-3)
 
 
+class Linear(nnx.Module):
+    """Stands for the models: it compiles in no time."""
+
+    def __init__(self, config: image_models.ImageModelConfig, rngs: nnx.Rngs) -> None:
+        self.head = nnx.Linear(4, config.classes, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(x.reshape(len(x), -1))
+
+
+class EpochTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(image_models, "build", Linear))
+        rng = np.random.default_rng(0)
+        parts = rng.integers(256, size=(3, 16, 2, 2, 1)).astype(np.uint8)
+        labels = np.arange(16, dtype=np.int32) % 2
+        dataset = images.Dataset(*((part, labels) for part in parts), classes=2, description={})
+        config = image_models.ImageModelConfig("linear", 4, 1, 2, (2, 2, 1), "float32")
+        optimizer = optimizers.parse_optimizer("adamw", vision.DOMAIN)
+        recipe = vision.Recipe(4, 4, "multistep", 0, False, 1)
+        self.task = vision.Vision(dataset, config, recipe, optimizer)
+        self.cells = [grid.Cell(optimizer, 1e-30, seed) for seed in (0, 1)]
+
+    def losses(self, step: int, seed: int) -> list[float]:
+        """Losses of an epoch that leaves the weights as they are: they show the batches."""
+        state = self.task.init(self.cells[:1])
+        return self.task.advance(state, step, [self.cells[seed]])[1].tolist()
+
+    def test_epoch_and_seed_decide_on_the_order_of_the_images(self):
+        first = self.losses(0, seed=0)
+        self.assertEqual(self.losses(0, seed=0), first)
+        self.assertNotEqual(self.losses(self.task.steps_per_call, seed=0), first)
+        self.assertNotEqual(self.losses(0, seed=1), first)
+
+    def test_a_model_that_diverged_has_no_error_alone_or_with_others(self):
+        alone = self.task.init(self.cells[:1])
+        whole = self.task.evaluate(alone)
+        self.assertBetween(float(whole["test_error"]), 0, 100)
+        spoilt = alone | {"params": jax.tree.map(lambda x: x * jnp.nan, alone["params"])}
+        for name in ("validation", "test"):
+            self.assertTrue(np.isnan(self.task.evaluate(spoilt)[f"{name}_error"]))
+        both = study.stacked([spoilt, alone])
+        np.testing.assert_array_equal(
+            self.task.evaluate(both)["test_error"], [np.nan, whole["test_error"]]
+        )
+
+
 class ModelTest(parameterized.TestCase):
     def test_resnet_18_has_as_many_parameters_as_usual_for_cifar(self):
         config = image_models.ImageModelConfig("resnet", 64, 2, 10, (32, 32, 3))
@@ -152,6 +203,23 @@ class ModelTest(parameterized.TestCase):
         recipe = vision.Recipe(100, 8, "multistep", 0, False, 1)
         rate = recipe.learning_rate(jnp.float32(2.0), 3)(jnp.int32(3 * epoch))
         self.assertAlmostEqual(float(rate), 2.0 * share, places=6)
+
+    @parameterized.parameters((1, 10, (5, 7)), (2, 10, (10, 15)), (3, 4, (6, 9)), (4, 3, (6, 9)))
+    def test_the_learning_rate_falls_between_steps_also_in_few_epochs(
+        self, epochs: int, steps_per_epoch: int, falls: tuple[int, int]
+    ):
+        recipe = vision.Recipe(epochs, 8, "multistep", 0, False, 1)
+        rate = recipe.learning_rate(jnp.float32(1.0), steps_per_epoch)
+        rates = rate(jnp.arange(epochs * steps_per_epoch))
+        expected = [0.1 ** sum(step >= fall for fall in falls) for step in range(len(rates))]
+        np.testing.assert_allclose(rates, expected, rtol=1e-6)
+
+    def test_learning_rates_are_chosen_by_the_validation_images_and_the_test_is_reported(self):
+        protocol = vision.build(vision.parser().parse_args(["--model=vit"])).protocol
+        self.assertEqual(
+            (protocol.chosen_by, protocol.compared, protocol.unit),
+            ("validation_error", "test_error", "percent"),
+        )
 
     def test_the_defaults_are_those_of_the_domain(self):
         mars = optimizers.parse_optimizer("mars:gamma=0.05", vision.DOMAIN)
@@ -273,6 +341,8 @@ class ImagesTest(FolderTest):
     @parameterized.named_parameters(
         ("missing", ["--train_file=nowhere.npz", "--test_file=a.npz"], "'nowhere.npz'"),
         ("no_test", ["--train_file=nowhere.npz"], "Expected test images"),
+        ("no_train", ["--test_file=a.npz"], "--test_file beside the files of --train_file, got it"),
+        ("folder", ["--train_file=.", "--test_file=a.npz"], "beside a folder, which has test"),
         ("batch", ["--batch_size=5000"], "5000 of 1293"),
         ("padding", ["--padding=-1"], "padding from 0"),
         ("held_out", ["--held_out=1"], "a share in [0, 1) as --held_out"),
@@ -280,7 +350,7 @@ class ImagesTest(FolderTest):
     )
     def test_a_wrong_flag_ends_with_its_reason(self, flags: list[str], message: str):
         with self.assertRaises(SystemExit) as context:
-            vision.main([f"--out={self.folder / 'out'}", *flags])
+            vision.main([f"--out={self.folder / 'out'}", "--limit=0", *flags])
         self.assertStartsWith(str(context.exception.code), "vision: Expected")
         self.assertIn(message, str(context.exception.code))
         self.assertFalse((self.folder / "out").exists())
@@ -291,6 +361,50 @@ class ImagesTest(FolderTest):
         path.write_bytes(lzma.compress(raw))
         with self.assertRaisesRegex(ValueError, "Expected"):
             images.read(path)
+
+    def test_a_damaged_xz_file_is_an_error_that_names_it(self):
+        path = self.folder / "tokens.bin.xz"
+        for content in (b"no archive", lzma.compress(bytes(1000))[:-20]):
+            path.write_bytes(content)
+            for read in (data.read_tokens, images.read):
+                with self.assertRaisesRegex(ValueError, "compressed by xz, got '.*tokens.bin.xz'"):
+                    read(path)
+
+    def test_what_is_no_npz_file_is_an_error_that_names_it(self):
+        archive, array = io.BytesIO(), io.BytesIO()
+        np.savez(archive, images=self.pixels, labels=self.labels)
+        np.save(array, self.pixels)
+        whole = archive.getvalue()
+        pickled = io.BytesIO()
+        np.savez(pickled, images=self.pixels, labels=np.asarray([{}], object))
+        path = self.folder / "images.npz"
+        flipped = whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]
+        for content in (
+            b"",
+            b"no archive",
+            whole[:-1000],
+            flipped,
+            array.getvalue(),
+            pickled.getvalue(),
+        ):
+            path.write_bytes(content)
+            with self.assertRaisesRegex(ValueError, "Expected an .npz file.*images.npz'"):
+                images.read(path)
+
+    @parameterized.parameters(
+        ([0, -1, 2], "got int64, the least [-1, 0, 2]"),
+        ([0.0, 0.5, 0.9], "got float64, the least [0.0, 0.5, 0.9]"),
+        (["a", "b", "c"], "the least ['a', 'b', 'c']"),
+        ([[0], [1], [2]], "labels of shape (3, 1)"),
+        ([0, 1], "labels of shape (2,)"),
+    )
+    def test_labels_are_integers_from_0_one_for_each_image(self, labels: list, message: str):
+        path = self.folder / "images.npz"
+        np.savez(path, images=self.pixels, labels=np.asarray(labels))
+        with self.assertRaisesRegex(ValueError, "images.npz.*" + re.escape(message)):
+            images.read(path)
+        np.savez(path, images=self.pixels, labels=np.asarray([1, 0, 255], np.uint8))
+        self.assertEqual(images.read(path)[1].tolist(), [1, 0, 255])
 
 
 class SharedTest(absltest.TestCase):
