@@ -80,7 +80,7 @@ def markdown_table(summaries: Sequence[report.Summary], baseline: report.Summary
                     f"{min(each):+.4f} to {max(each):+.4f}" if each else "",
                     "" if summary is baseline else report.outcome(summary, baseline),
                     report.when_reached(summary, baseline, ".0f"),
-                    f"{1000 * seconds:.1f}",
+                    report.milliseconds(seconds),
                     report.when_reached(summary, baseline, ".3g", seconds),
                     f"{summary.runs[0].state_bytes / 1e6:.1f}",
                 ]

@@ -131,6 +131,11 @@ def mean_steps_to_reach(candidate: Summary, baseline: Summary) -> float | None:
     return statistics.fmean(steps) if len(steps) == len(candidate.runs) else None
 
 
+def milliseconds(seconds: float) -> str:
+    """Words the time of a step; '-' where it is not known, as of a run that is one call."""
+    return "-" if math.isnan(seconds) else f"{1000 * seconds:.1f}"
+
+
 def when_reached(
     candidate: Summary, baseline: Summary, form: str, seconds_per_step: float = 1.0
 ) -> str:
@@ -144,9 +149,9 @@ def when_reached(
 
     Returns:
       The mean where every seed gets there, else how many do, or 'never'; '-' where the baseline
-      diverged at some seed, so that there is nothing to reach.
+      diverged at some seed, so that there is nothing to reach, or the time of a step is not known.
     """
-    if math.isinf(baseline.loss):
+    if math.isinf(baseline.loss) or math.isnan(seconds_per_step):
         return "-"
     mean = mean_steps_to_reach(candidate, baseline)
     if mean is not None:
@@ -278,7 +283,7 @@ def table(summaries: Sequence[Summary]) -> str:
                 else "one seed",
                 f"{summary.loss - baseline.loss:+.4f}" if finite else "-",
                 when_reached(summary, baseline, ".0f"),
-                f"{1000 * seconds:.1f}",
+                milliseconds(seconds),
                 f"{summary.runs[0].state_bytes:,}",
             ]
         )

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pathlib
+import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from absl.testing import absltest, parameterized
 from benchmarks import evidence, gpt2, grid, optimizers, report, resumable, study, vision
 from tests.support import versions
 
+_RESULTS = pathlib.Path(grid.__file__).parent / "results"
 _TASK = {
     "model": "none",
     "parameters": 1_500_000,
@@ -358,6 +360,14 @@ class TablesTest(FolderTest):
             versions.skip_if_optax_lacks(row.base)
             params = {"blocks": {"0": {"kernel": jnp.zeros((2, 2))}}}
             row.transformation(lambda count: 0.1).init(params)
+
+    @parameterized.parameters("gpt2_33m_4000_h200", "vision_resnet18_12_h200")
+    def test_recorded_pages_are_those_of_their_results(self, name: str):
+        recorded = _RESULTS / f"{name}.md"
+        tables = re.findall(r"^### \w+: (.+)$", recorded.read_text(), re.MULTILINE)
+        with mock.patch.object(report, "plot"):
+            page, *_ = evidence.write(recorded.with_suffix(".json"), tables, self.folder)
+        self.assertEqual(page.read_text(), recorded.read_text())
 
     @parameterized.parameters("mars", "mars/", "sgd/gamma", "mars/other")
     def test_an_unknown_table_is_an_error(self, name: str):

@@ -102,6 +102,15 @@ class StepsTest(parameterized.TestCase):
         self.assertIsNone(report.steps_to_reach(run("mars", 1.0), loss))
 
 
+class UnknownTimeTest(absltest.TestCase):
+    def test_a_step_of_unknown_time_has_no_seconds(self):
+        runs = [dataclasses.replace(run("adamw", 2.0), seconds_per_step=math.nan)]
+        unknown = report.summarize(runs)
+        self.assertNotIn("nan", report.table(unknown))
+        cells = evidence.markdown_table(unknown, unknown[0]).splitlines()[-1].split(" | ")
+        self.assertEqual(cells[-4:-1], ["20", "-", "-"])
+
+
 class VerdictTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("win", [1.0, 1.1, 1.2], [2.0, 2.1, 2.2], "wins", "mars wins"),
