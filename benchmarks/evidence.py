@@ -159,8 +159,16 @@ def write(path: pathlib.Path, tables: Sequence[str], out: pathlib.Path) -> list[
 
     Returns:
       The files written.
+
+    Raises:
+      ValueError: If these are no results of `DOMAINS`, or there is no such table.
     """
     tree = json.loads(path.read_text())
+    if not isinstance(tree, dict) or tree.get("name") not in DOMAINS:
+        raise ValueError(
+            f"Expected results of {' or '.join(DOMAINS)}, got {str(path)!r}, which are others. "
+            "Give the results.json of these commands."
+        )
     parts, written = [f"## {_title(tree)}"], []
     for table in tables:
         text, summaries = section(tree, table)

@@ -369,6 +369,13 @@ class TablesTest(FolderTest):
             page, *_ = evidence.write(recorded.with_suffix(".json"), tables, self.folder)
         self.assertEqual(page.read_text(), recorded.read_text())
 
+    @parameterized.parameters("[]", '{"rows": []}')
+    def test_other_results_are_an_error_that_names_the_file(self, text: str):
+        path = self.folder / "other.json"
+        path.write_text(text)
+        with self.assertRaisesRegex(ValueError, "Expected results of gpt2 or vision, got .*other"):
+            evidence.write(path, ["main"], self.folder)
+
     @parameterized.parameters("mars", "mars/", "sgd/gamma", "mars/other")
     def test_an_unknown_table_is_an_error(self, name: str):
         with self.assertRaisesRegex(ValueError, f"--table, got '{name}'"):
