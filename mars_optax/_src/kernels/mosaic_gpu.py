@@ -94,7 +94,7 @@ def partial_squares(
     per_row: int,
     *,
     interpret: bool = False,
-) -> list[jax.Array]:
+) -> jax.Array:
     """Sums the squares of `fn`, each program those of every `per_row`-th block of a row.
 
     Args:
@@ -106,7 +106,7 @@ def partial_squares(
       interpret: Whether to run in Pallas's interpreter, on any machine.
 
     Returns:
-      The sums of each leaf, shape=(rows, per_row), dtype=float32.
+      The sums, shape=(number of leaves, rows, per_row), dtype=float32.
     """
     n_operands, n_sums = len(leaves[0]), tiles.rows * per_row
     if not interpret:
@@ -141,7 +141,7 @@ def partial_squares(
     grid = (len(leaves), tiles.rows, per_row)
     launch = _launch_interpreted if interpret else _launch
     (sums,) = launch(body, grid, operands, shapes, {}, "mars_norms")
-    return list(sums.reshape(len(leaves), tiles.rows, per_row))
+    return sums.reshape(len(leaves), tiles.rows, per_row)
 
 
 def _for_leaf(leaf: Any, n_leaves: int, on_leaf: Callable[[int], None]) -> None:
