@@ -361,7 +361,12 @@ class TablesTest(FolderTest):
             params = {"blocks": {"0": {"kernel": jnp.zeros((2, 2))}}}
             row.transformation(lambda count: 0.1).init(params)
 
-    @parameterized.parameters("gpt2_33m_4000_h200", "vision_resnet18_12_h200")
+    @parameterized.parameters(
+        "gpt2_33m_4000_h200",
+        "gpt2_33m_8000_h200",
+        "vision_resnet18_12_h200",
+        "vision_vit_20_h200",
+    )
     def test_recorded_pages_are_those_of_their_results(self, name: str):
         recorded = _RESULTS / f"{name}.md"
         tables = re.findall(r"^### \w+: (.+)$", recorded.read_text(), re.MULTILINE)
