@@ -929,8 +929,8 @@ _ASSEMBLY: Final = (
     Mutant(
         "norms_of_other_leaves",
         "kernels/norms.py",
-        "parts.setdefault(per_row, []).extend(zip(indices, sums, strict=True))",
-        "parts.setdefault(per_row, []).extend(zip(indices[::-1], sums, strict=True))",
+        "for i, total in zip(indices, totals, strict=True):",
+        "for i, total in zip(indices[::-1], totals, strict=True):",
         "leaves that share a call get each other's norms",
         (NORMS + "::test_leaves_of_a_kind_share_a_call_and_keep_their_order",),
     ),
