@@ -56,21 +56,23 @@ def parser(description: str, *, out: str) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     group = parser.add_argument_group("comparison")
-    group.add_argument(
+    rows = group.add_mutually_exclusive_group()
+    rows.add_argument(
         "--optimizers",
         default="adamw,mars,mars_m",
         help=f"what to compare, out of {', '.join(optimizers.OPTIMIZERS)}; settings may follow: "
         "'mars:gamma=0.05:b1=0.9'; 'adamw', or else the first, is the baseline",
     )
-    group.add_argument(
+    rows.add_argument(
         "--table",
         help=f"a named table of optimizers instead: {', '.join(optimizers.TABLES)}, or an "
         f"optimizer and one of {', '.join(optimizers.ABLATIONS)}, such as 'mars/gamma'",
     )
-    group.add_argument(
+    rates = group.add_mutually_exclusive_group()
+    rates.add_argument(
         "--learning_rates", default="", help="peak learning rates that every optimizer is tuned at"
     )
-    group.add_argument(
+    rates.add_argument(
         "--grid",
         type=_count,
         default=1,

@@ -332,6 +332,15 @@ class StudyTest(FolderTest):
         self.assertIn("`adamw` is left out: 0.1, its best, has not run at seeds 1.", printed)
         self.assertIn("`mars` is left out: no run.", printed)
 
+    @parameterized.parameters(
+        ("--table=main", "--optimizers=adamw"), ("--learning_rates=0.1", "--grid=3")
+    )
+    def test_a_flag_that_would_be_ignored_is_an_error(self, *flags: str):
+        message = io.StringIO()
+        with contextlib.redirect_stderr(message), self.assertRaises(SystemExit):
+            study.parser("", out="").parse_args(flags)
+        self.assertIn("not allowed with argument", message.getvalue())
+
     def test_of_optimizers_with_the_same_settings_the_first_is_kept(self):
         args = study.parser("", out="").parse_args(["--table=mars/betas"])
         output = io.StringIO()
