@@ -75,8 +75,8 @@ def parser(description: str, *, out: str) -> argparse.ArgumentParser:
     rates.add_argument(
         "--grid",
         type=_count,
-        default=1,
-        help="without --learning_rates: how many, factors of 2 apart, around each one's default",
+        help="without --learning_rates: how many, factors of 2 apart, around each one's own "
+        "default; 1 if not given",
     )
     group.add_argument(
         "--extend",
@@ -169,7 +169,7 @@ def parse_optimizers(
     for note in notes:
         print(note)
     return [
-        (optimizer, given or grid.around(optimizer.learning_rate, max(1, args.grid)))
+        (optimizer, given or grid.around(optimizer.learning_rate, args.grid or 1))
         for optimizer in chosen
     ]
 
@@ -328,7 +328,7 @@ def run(study: Study, args: argparse.Namespace, began: float) -> int:
     for name, why in left_out.items():
         print(f"`{name}` is left out: {why}.")
     seconds = time.perf_counter() - began
-    print(f"{len(found)} runs are done, {seconds:.0f} s this time. Results are in {out}.")
+    print(f"{len(found)} runs are done in {out}, with results; {seconds:.0f} s this time.")
     if not done:
         print("The limit came before the end: give the same command again to go on.")
     return 0

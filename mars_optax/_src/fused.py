@@ -113,8 +113,9 @@ def fused_step(
     r"""Updates the parameters: `optimizer.update` and :func:`optax.apply_updates` in one call.
 
     The result is the same, to the rounding of compiled sums. What is gained: in a compiled program
-    for one Hopper GPU the many leaves of a model whose layers are not stacked share kernels, where
-    XLA launches one for each: small leaves (biases, scales of norms), and the norms of matrices.
+    for one Hopper GPU, with JAX 0.11, the many leaves of a model whose layers are not stacked share
+    kernels, where XLA launches one for each: small leaves (biases, scales of norms), and the norms
+    of matrices.
     That is so in :func:`mars` and :func:`mars_lion`; the other two have Newton-Schulz, beside which
     kernels were measured to cost time. With ``implementation="pallas"`` kernels
     update every leaf of fewer than 2^31 elements, parameters and state in place. Elsewhere, and for

@@ -333,7 +333,9 @@ class StudyTest(FolderTest):
         self.assertIn("`mars` is left out: no run.", printed)
 
     @parameterized.parameters(
-        ("--table=main", "--optimizers=adamw"), ("--learning_rates=0.1", "--grid=3")
+        ("--table=main", "--optimizers=adamw"),
+        ("--learning_rates=0.1", "--grid=3"),
+        ("--learning_rates=0.1", "--grid=1"),
     )
     def test_a_flag_that_would_be_ignored_is_an_error(self, *flags: str):
         message = io.StringIO()
