@@ -23,6 +23,9 @@ import tqdm  # type: ignore[import-untyped]
 from benchmarks import environment, grid, optimizers, report, resumable
 from benchmarks.optimizers import Optimizer
 
+# Factors of 2: nine orders of magnitude.
+_LARGEST_GRID = 31
+
 
 @dataclasses.dataclass(frozen=True)
 class Study:
@@ -70,13 +73,13 @@ def parser(description: str, *, out: str) -> argparse.ArgumentParser:
     )
     rates = group.add_mutually_exclusive_group()
     rates.add_argument(
-        "--learning_rates", default="", help="peak learning rates that every optimizer is tuned at"
+        "--learning_rates", help="peak learning rates that every optimizer is tuned at"
     )
     rates.add_argument(
         "--grid",
-        type=_count,
+        type=_grid,
         help="without --learning_rates: how many, factors of 2 apart, around each one's own "
-        "default; 1 if not given",
+        f"default, from 1 to {_LARGEST_GRID}; 1 if not given",
     )
     group.add_argument(
         "--extend",
@@ -91,7 +94,7 @@ def parser(description: str, *, out: str) -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("how it runs")
     group.add_argument(
-        "--vmap", type=_count, default=1, help="runs of one optimizer that are made together"
+        "--vmap", type=positive, default=1, help="runs of one optimizer that are made together"
     )
     group.add_argument(
         "--limit", type=_seconds, help="seconds after which to save a checkpoint and stop"
@@ -140,6 +143,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def _grid(text: str) -> int:
+    count = positive(text)
+    if count > _LARGEST_GRID:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from 1 to {_LARGEST_GRID}, got {text!r}"
+        )
+    return count
+
+
 def parse_seeds(text: str, flag: str) -> list[int]:
     """Reads seeds: 32-bit numbers from 0 that differ, else a `ValueError` that names the flag."""
     parts = text.split(",")
@@ -159,11 +171,11 @@ def parse_optimizers(
 
     Of those with the same settings the first is kept, and the others are printed.
     """
-    texts = optimizers.table(args.table) if args.table else args.optimizers.split(",")
+    texts = args.optimizers.split(",") if args.table is None else optimizers.table(args.table)
     given = (
-        optimizers.parse_learning_rates(args.learning_rates.split(","))
-        if args.learning_rates
-        else []
+        []
+        if args.learning_rates is None
+        else optimizers.parse_learning_rates(args.learning_rates.split(","))
     )
     chosen, notes = optimizers.distinct(optimizers.parse_optimizers(texts, domain))
     for note in notes:
@@ -182,7 +194,7 @@ def protocol(args: argparse.Namespace, **curves: str) -> grid.Protocol:
       **curves: `chosen_by`, `compared` and `unit`, see `grid.Protocol`.
     """
     seeds = parse_seeds(args.seeds, "seeds")
-    final = parse_seeds(args.final_seeds, "final_seeds") if args.final_seeds else seeds
+    final = seeds if args.final_seeds is None else parse_seeds(args.final_seeds, "final_seeds")
     return grid.Protocol(seeds, final, args.extend, **curves)
 
 
@@ -254,7 +266,7 @@ def complete(study: Study, args: argparse.Namespace, records: grid.Records, bega
             for wanted in grid.rounds(optimizer, rates, study.protocol, records.of):
                 missing = [cell for cell in wanted if records.find(cell) is None]
                 bar.total += task.steps * len(missing)
-                for cells in grid.groups(missing, max(1, args.vmap)):
+                for cells in grid.groups(missing, args.vmap):
                     name = grid.digest([grid.key(cell, study.task) for cell in cells])
                     runs = resumable.train(
                         task,

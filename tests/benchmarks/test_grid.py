@@ -343,6 +343,17 @@ class StudyTest(FolderTest):
             study.parser("", out="").parse_args(flags)
         self.assertIn("not allowed with argument", message.getvalue())
 
+    @parameterized.parameters(
+        ("--grid=0", "from 1, got '0'"),
+        ("--grid=32", "from 1 to 31, got '32'"),
+        ("--vmap=0", "from 1, got '0'"),
+    )
+    def test_a_number_of_runs_outside_its_range_is_an_error(self, flag: str, message: str):
+        output = io.StringIO()
+        with contextlib.redirect_stderr(output), self.assertRaises(SystemExit):
+            study.parser("", out="").parse_args([flag])
+        self.assertIn(message, output.getvalue())
+
     def test_of_optimizers_with_the_same_settings_the_first_is_kept(self):
         args = study.parser("", out="").parse_args(["--table=mars/betas"])
         output = io.StringIO()
