@@ -311,6 +311,14 @@ TABLES: Mapping[str, Sequence[str]] = {
         "mars_m:gamma=0.2",
         "mars_m:b1=0.9:gamma=0.2",
     ),
+    # What it is that gains in `mars` at its published betas.
+    "parts": (
+        "mars:b1=0.95:gamma=0.1:b2=0.99",
+        "nadamw:b1=0.95:b2=0.99",
+        "mars:b1=0.95:gamma=0:b2=0.99",
+        "mars:b1=0.95:gamma=0.1:b2=0.99:max_norm=none",
+        "mars:b1=0.95:gamma=0.1:b2=0.99:second_moment=gradient",
+    ),
 }
 
 
