@@ -115,11 +115,10 @@ def fused_step(
     The result is the same, to the rounding of compiled sums. What is gained: in a compiled program
     for one Hopper GPU, with JAX 0.11, the many leaves of a model whose layers are not stacked share
     kernels, where XLA launches one for each: small leaves (biases, scales of norms), and the norms
-    of matrices.
-    That is so in :func:`mars` and :func:`mars_lion`; the other two have Newton-Schulz, beside which
-    kernels were measured to cost time. With ``implementation="pallas"`` kernels
-    update every leaf of fewer than 2^31 elements, parameters and state in place. Elsewhere, and for
-    any other optimizer, this is those two calls, which XLA fuses under :func:`jax.jit`.
+    of matrices. That is so in :func:`mars` and :func:`mars_lion`; the other two have Newton-Schulz,
+    beside which kernels were measured to cost time. With ``implementation="pallas"`` kernels update
+    every leaf of fewer than 2^31 elements, parameters and state in place. Elsewhere, and for any
+    other optimizer, this is those two calls, which XLA fuses under :func:`jax.jit`.
 
     Args:
       optimizer: Any optimizer. One of this package by itself is fused; a rule alone (`scale_by_*`),
