@@ -163,13 +163,20 @@ def write(path: pathlib.Path, tables: Sequence[str], out: pathlib.Path) -> list[
     Raises:
       ValueError: If these are no results of `DOMAINS`, or there is no such table.
     """
-    tree = json.loads(path.read_text())
-    if not isinstance(tree, dict) or tree.get("name") not in DOMAINS:
+    try:
+        tree = json.loads(path.read_text())
+        if tree["name"] not in DOMAINS:
+            raise ValueError(f"of {tree['name']!r}")
+        parts = [f"## {_title(tree)}"]
+        ending = [f"Data: {_flat(tree['data'])}.", f"Task: {_flat(tree['task'])}."]
+        ending += [f"Made with: {_flat(environment)}." for environment in tree["environments"]]
+        grid.Protocol(**tree["protocol"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"Expected results of {' or '.join(DOMAINS)}, got {str(path)!r}, which are others. "
-            "Give the results.json of these commands."
-        )
-    parts, written = [f"## {_title(tree)}"], []
+            f"Expected results of {' or '.join(DOMAINS)}, got {str(path)!r}, which are others: "
+            f"{error!r}. Give the results.json of these commands."
+        ) from error
+    written = []
     for table in tables:
         text, summaries = section(tree, table)
         if summaries:
@@ -178,25 +185,24 @@ def write(path: pathlib.Path, tables: Sequence[str], out: pathlib.Path) -> list[
             written.append(plot)
             text += f"\n\n![Curves of {path.stem}, {table}]({plot.name})"
         parts.append(text)
-    parts += [f"Data: {_flat(tree['data'])}.", f"Task: {_flat(tree['task'])}."]
-    parts += [f"Made with: {_flat(environment)}." for environment in tree["environments"]]
     fragment = out / f"{path.stem}.md"
-    fragment.write_text("\n\n".join(parts) + "\n")
+    fragment.write_text("\n\n".join([*parts, *ending]) + "\n")
     return [fragment, *written]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, writes the files, prints their names."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("files", nargs="+", help="results.json of gpt2 or vision")
     parser.add_argument("--tables", default="main", help="names of tables, or 'all'")
     parser.add_argument("--out", help="folder to write to; by default the file's own")
     args = parser.parse_args(argv)
     try:
         for file in map(pathlib.Path, args.files):
-            out = pathlib.Path(args.out) if args.out else file.parent
-            out.mkdir(parents=True, exist_ok=True)
-            for written in write(file, args.tables.split(","), out):
+            out = file.parent if args.out is None else report.make_folder(args.out)
+            for written in write(file, list(dict.fromkeys(args.tables.split(","))), out):
                 print(written)
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"evidence: {error}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import report, training
-from benchmarks.optimizers import Optimizer
+from benchmarks.optimizers import LEARNING_RATES, Optimizer
 
 Record = dict[str, Any]
 
@@ -166,15 +166,16 @@ def beyond_edge(losses: Mapping[float, float]) -> float | None:
 
     Returns:
       The next one of the grid beyond the best, as far from it as its neighbour is; None if the
-      best is inside the grid, or there is no grid.
+      best is inside the grid, there is no grid, or it would be none of `LEARNING_RATES`.
     """
     rates = sorted(losses)
     if len(rates) < 2:
         return None
     best, _ = report.best_rate(losses)
-    if best == rates[0]:
-        return _rounded(best * best / rates[1])
-    return _rounded(best * best / rates[-2]) if best == rates[-1] else None
+    if best not in (rates[0], rates[-1]):
+        return None
+    further = _rounded(best * best / (rates[1] if best == rates[0] else rates[-2]))
+    return further if LEARNING_RATES[0] <= further <= LEARNING_RATES[1] else None
 
 
 def _rounded(rate: float) -> float:

@@ -12,7 +12,6 @@ the folder `--out`, and with `--diagnose` `diagnostics.png`.
 """
 
 import dataclasses
-import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ _OPTIMIZERS = flags.DEFINE_list(
 )
 _LEARNING_RATES = flags.DEFINE_list(
     "learning_rates",
-    [],
+    None,
     "Peak learning rates that every optimizer is tuned over. Without them each has its default.",
 )
 _SEEDS = flags.DEFINE_list(
@@ -82,16 +81,6 @@ class Settings:
     batch_size: int
     eval_windows: int
     diagnose: bool = False
-
-
-def parse_seeds(texts: Sequence[str]) -> list[int]:
-    """Reads seeds: whole numbers from 0 that differ, else a `ValueError`."""
-    if not texts or not all(text.isdecimal() for text in texts) or len(set(texts)) < len(texts):
-        raise ValueError(
-            f"Expected different whole numbers separated by commas as seeds, got {list(texts)}. "
-            "Write them like --seeds=0,1,2."
-        )
-    return [int(text) for text in texts]
 
 
 def compare(corpus: data.Corpus, settings: Settings) -> list[training.Run]:
@@ -185,8 +174,12 @@ def main(argv: Sequence[str]) -> None:
         chosen, notes = optimizers.distinct(optimizers.parse_optimizers(_OPTIMIZERS.value))
         settings = Settings(
             optimizers=chosen,
-            learning_rates=optimizers.parse_learning_rates(_LEARNING_RATES.value),
-            seeds=parse_seeds(_SEEDS.value),
+            learning_rates=(
+                []
+                if _LEARNING_RATES.value is None
+                else optimizers.parse_learning_rates(_LEARNING_RATES.value)
+            ),
+            seeds=optimizers.parse_seeds(_SEEDS.value, "seeds"),
             config=gpt.sized(
                 _SIZE.value, vocabulary_size=corpus.vocabulary_size, context=_CONTEXT.value
             ),
@@ -195,6 +188,7 @@ def main(argv: Sequence[str]) -> None:
             eval_windows=_EVAL_WINDOWS.value,
             diagnose=_DIAGNOSE.value,
         )
+        out = report.make_folder(_OUT.value)
     except (OSError, ValueError) as error:
         sys.exit(f"language_model: {error}")
 
@@ -203,8 +197,6 @@ def main(argv: Sequence[str]) -> None:
         "data": corpus.description,
         "settings": _described(settings),
     }
-    out = pathlib.Path(_OUT.value)
-    out.mkdir(parents=True, exist_ok=True)
     for title, values in record.items():
         logging.info("%s: %s", title, values)
 

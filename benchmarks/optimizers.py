@@ -12,6 +12,8 @@ import optax.contrib
 
 import mars_optax
 
+# The least and the largest learning rate: far from what float32 rounds to zero or to infinity.
+LEARNING_RATES = (1e-30, 1e30)
 Settings = Mapping[str, Any]
 # Which leaves are matrices: what `weight_dimension_numbers` takes.
 Matrices = Callable[[Any], Any]
@@ -333,7 +335,7 @@ def table(name: str) -> list[str]:
       Optimizers as `parse_optimizer` reads them.
 
     Raises:
-      ValueError: If there is no such table.
+      ValueError: If there is no such table, or it is of settings that the optimizer lacks.
     """
     if name in TABLES:
         return list(TABLES[name])
@@ -344,10 +346,17 @@ def table(name: str) -> list[str]:
             f"{', '.join(OPTIMIZERS)} and one of {', '.join(ABLATIONS)}, as --table, got {name!r}. "
             "Write it like --table=mars/gamma."
         )
+    varied = {text.partition("=")[0] for row in ABLATIONS[ablation] for text in row}
+    settings = OPTIMIZERS[base].settings
+    if not varied <= set(settings):
+        raise ValueError(
+            f"Expected a table of settings that {base} has, {', '.join(settings)}, as --table, got "
+            f"{name!r}, which varies {', '.join(sorted(varied))}. Choose another."
+        )
     rows = []
     for overrides in ABLATIONS[ablation]:
         # Without the previous gradient the second moment cannot be that of the corrected one.
-        moment = tuple(overrides) == _MEMORY_FREE and "second_moment" in OPTIMIZERS[base].settings
+        moment = tuple(overrides) == _MEMORY_FREE and "second_moment" in settings
         rows.append(":".join([base, *overrides, *["second_moment=gradient"][: int(moment)]]))
     return rows
 
@@ -497,28 +506,51 @@ def distinct(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[str
     return kept, notes
 
 
+def parse_seeds(texts: Sequence[str], flag: str) -> list[int]:
+    """Reads seeds.
+
+    Args:
+      texts: 32-bit whole numbers from 0.
+      flag: that they come from.
+
+    Returns:
+      The numbers.
+
+    Raises:
+      ValueError: something is no such number or is there twice, or there is none.
+    """
+    seeds = [int(text) for text in texts if text.isdecimal() and len(text) <= 10]
+    if not texts or len(set(seeds)) < len(texts) or max(seeds) >= 2**32:
+        raise ValueError(
+            f"Expected different whole numbers below 2**32 separated by commas as --{flag}, got "
+            f"{','.join(texts)[:99]!r}. Write them like --{flag}=0,1,2."
+        )
+    return seeds
+
+
 def parse_learning_rates(texts: Sequence[str]) -> list[float]:
     """Reads a grid of learning rates.
 
     Args:
-      texts: positive numbers.
+      texts: numbers out of `LEARNING_RATES`.
 
     Returns:
       The numbers in rising order.
 
     Raises:
-      ValueError: something is no finite positive number, or is there twice.
+      ValueError: something is no such number or is there twice, or there is none.
     """
     rates = []
-    for text in texts:
+    least, largest = LEARNING_RATES
+    for text in texts or [""]:
         try:
             rate = float(text)
         except ValueError:
             rate = float("nan")
-        if not 0 < rate < float("inf"):
+        if not least <= rate <= largest:
             raise ValueError(
-                f"Expected positive learning rates separated by commas, got {text!r}. Write them "
-                "like --learning_rates=1e-3,2e-3,4e-3."
+                f"Expected learning rates from {least:g} to {largest:g} separated by commas, got "
+                f"{text!r}. Write them like --learning_rates=1e-3,2e-3,4e-3."
             )
         rates.append(rate)
     if len(set(rates)) < len(rates):

@@ -471,6 +471,18 @@ def as_json(
     return tree
 
 
+def make_folder(out: str) -> pathlib.Path:
+    """Makes the folder of the results, or raises a `ValueError` that names the flag `--out`."""
+    folder = pathlib.Path(out)
+    try:
+        if not out:
+            raise ValueError("no name")
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"Expected a folder that can be made as --out, got {error}.") from error
+    return folder
+
+
 def write_json(tree: Mapping[str, Any], path: pathlib.Path) -> None:
     """Writes a tree as JSON, with a list of numbers on one line."""
     indented = json.dumps(tree, indent=1, allow_nan=False)

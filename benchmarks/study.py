@@ -56,7 +56,9 @@ def parser(description: str, *, out: str) -> argparse.ArgumentParser:
       out: the folder that results go to by default.
     """
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     group = parser.add_argument_group("comparison")
     rows = group.add_mutually_exclusive_group()
@@ -121,8 +123,10 @@ def add_dtype(group: Any) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text!r}")
+    if not (text.isdecimal() and int(text[:99]) <= _LARGEST_GRID):
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from 0 to {_LARGEST_GRID}, got {text[:99]!r}"
+        )
     return int(text)
 
 
@@ -138,30 +142,19 @@ def _seconds(text: str) -> float:
 
 def positive(text: str) -> int:
     """Reads a whole number from 1, for `argparse`."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    if not text.isdecimal() or not 1 <= int(text[:99]) < 2**63:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from 1 to 2**63 - 1, got {text[:99]!r}"
+        )
     return int(text)
 
 
 def _grid(text: str) -> int:
-    count = positive(text)
-    if count > _LARGEST_GRID:
+    if not (text.isdecimal() and 1 <= int(text[:99]) <= _LARGEST_GRID):
         raise argparse.ArgumentTypeError(
-            f"expected a whole number from 1 to {_LARGEST_GRID}, got {text!r}"
+            f"expected a whole number from 1 to {_LARGEST_GRID}, got {text[:99]!r}"
         )
-    return count
-
-
-def parse_seeds(text: str, flag: str) -> list[int]:
-    """Reads seeds: 32-bit numbers from 0 that differ, else a `ValueError` that names the flag."""
-    parts = text.split(",")
-    seeds = [int(part) for part in parts if part.isdecimal()]
-    if len(set(seeds)) < len(parts) or max(seeds) >= 2**32:
-        raise ValueError(
-            f"Expected different whole numbers below 2**32 separated by commas as --{flag}, got "
-            f"{text!r}. Write them like --{flag}=0,1,2."
-        )
-    return seeds
+    return int(text)
 
 
 def parse_optimizers(
@@ -193,8 +186,12 @@ def protocol(args: argparse.Namespace, **curves: str) -> grid.Protocol:
       args: the flags.
       **curves: `chosen_by`, `compared` and `unit`, see `grid.Protocol`.
     """
-    seeds = parse_seeds(args.seeds, "seeds")
-    final = seeds if args.final_seeds is None else parse_seeds(args.final_seeds, "final_seeds")
+    seeds = optimizers.parse_seeds(args.seeds.split(","), "seeds")
+    final = (
+        seeds
+        if args.final_seeds is None
+        else optimizers.parse_seeds(args.final_seeds.split(","), "final_seeds")
+    )
     return grid.Protocol(seeds, final, args.extend, **curves)
 
 
@@ -320,11 +317,10 @@ def run(study: Study, args: argparse.Namespace, began: float) -> int:
     Returns:
       The exit status, 0 also where the limit came first.
     """
-    out = pathlib.Path(args.out)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        sys.exit(f"{study.name}: Expected a folder that can be made as --out, got {error}.")
+        out = report.make_folder(args.out)
+    except ValueError as error:
+        sys.exit(f"{study.name}: {error}")
     print("data: " + ", ".join(f"{key} {value}" for key, value in study.data.items()))
     records = grid.Records(out / "records.jsonl", study.task)
     done = complete(study, args, records, began)

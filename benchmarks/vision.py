@@ -366,11 +366,10 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--train_file",
-        default="",
         help="images: files of .npz or .xz, separated by commas, or a folder of CIFAR-10's or "
         "CIFAR-100's binary files; without it scikit-learn's digits",
     )
-    group.add_argument("--test_file", default="", help="images to test on, unless in that folder")
+    group.add_argument("--test_file", help="images to test on, unless in that folder")
     group.add_argument(
         "--held_out",
         type=float,
@@ -399,8 +398,8 @@ def build(args: argparse.Namespace) -> study.Study:
         args, chosen_by="validation_error", compared="test_error", unit="percent"
     )
     dataset = images.load(
-        [path for path in args.train_file.split(",") if path],
-        [path for path in args.test_file.split(",") if path],
+        [] if args.train_file is None else args.train_file.split(","),
+        [] if args.test_file is None else args.test_file.split(","),
         held_out=args.held_out,
     )
     height, width, channels = dataset.train[0].shape[1:]

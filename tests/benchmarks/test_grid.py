@@ -100,6 +100,9 @@ class RatesTest(parameterized.TestCase):
         ({1e-3: math.inf, 2e-3: math.inf}, 5e-4),
         ({1e-3: 1.0}, None),
         ({3e-3: 1.0, 3e-2: 2.0}, 3e-4),
+        ({1e-30: 1.0, 2e-30: 2.0}, None),
+        ({1e-20: 1.0, 1e30: 1.0, 1e29: 0.5}, None),
+        ({1e29: 2.0, 1e30: 1.0}, None),
     )
     def test_the_grid_is_continued_where_its_best_is_at_an_edge(
         self, losses: dict[float, float], expected: float | None
@@ -344,9 +347,12 @@ class StudyTest(FolderTest):
         self.assertIn("not allowed with argument", message.getvalue())
 
     @parameterized.parameters(
-        ("--grid=0", "from 1, got '0'"),
+        ("--grid=0", "from 1 to 31, got '0'"),
         ("--grid=32", "from 1 to 31, got '32'"),
-        ("--vmap=0", "from 1, got '0'"),
+        ("--vmap=0", "from 1 to 2**63 - 1, got '0'"),
+        (f"--vmap={'9' * 5000}", "from 1 to 2**63 - 1, got '9999"),
+        ("--extend=32", "from 0 to 31, got '32'"),
+        (f"--extend={'9' * 5000}", "from 0 to 31, got '9999"),
     )
     def test_a_number_of_runs_outside_its_range_is_an_error(self, flag: str, message: str):
         output = io.StringIO()
@@ -396,7 +402,14 @@ class TablesTest(FolderTest):
             page, *_ = evidence.write(recorded.with_suffix(".json"), tables, self.folder)
         self.assertEqual(page.read_text(), recorded.read_text())
 
-    @parameterized.parameters("[]", '{"rows": []}')
+    @parameterized.parameters(
+        "",
+        "[]",
+        '{"rows": []}',
+        '{"name": ["gpt2"]}',
+        '{"name": "gpt2"}',
+        '{"name": "gpt2", "task": 5, "records": []}',
+    )
     def test_other_results_are_an_error_that_names_the_file(self, text: str):
         path = self.folder / "other.json"
         path.write_text(text)
@@ -406,6 +419,11 @@ class TablesTest(FolderTest):
     @parameterized.parameters("mars", "mars/", "sgd/gamma", "mars/other")
     def test_an_unknown_table_is_an_error(self, name: str):
         with self.assertRaisesRegex(ValueError, f"--table, got '{name}'"):
+            optimizers.table(name)
+
+    @parameterized.parameters("adamw/gamma", "mars_m/betas", "adamw/clip")
+    def test_a_table_of_settings_that_an_optimizer_lacks_is_an_error(self, name: str):
+        with self.assertRaisesRegex(ValueError, f"settings that .* has, .* got '{name}'"):
             optimizers.table(name)
 
     def tree(self, losses: dict[str, float], *, name: str = "gpt2") -> dict[str, Any]:

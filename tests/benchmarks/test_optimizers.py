@@ -239,11 +239,17 @@ class ParseTest(parameterized.TestCase):
 
     def test_learning_rates_come_back_sorted(self):
         self.assertEqual(optimizers.parse_learning_rates(["4e-3", "0.001"]), [0.001, 0.004])
-        self.assertEqual(optimizers.parse_learning_rates([]), [])
+        self.assertEqual(optimizers.parse_learning_rates(["1e30", "1e-30"]), [1e-30, 1e30])
 
-    @parameterized.parameters("fast", "0", "-1e-3", "nan", "inf", "")
+    def test_no_learning_rate_is_an_error(self):
+        with self.assertRaisesRegex(ValueError, "Expected learning rates .*got ''"):
+            optimizers.parse_learning_rates([])
+
+    @parameterized.parameters("fast", "0", "-1e-3", "nan", "inf", "", "1e-31", "1e31")
     def test_a_malformed_learning_rate_is_an_error(self, text: str):
-        with self.assertRaisesRegex(ValueError, f"positive learning rates.*got '{text}'"):
+        with self.assertRaisesRegex(
+            ValueError, f"learning rates from 1e-30 to 1e\\+30.*got '{text}'"
+        ):
             optimizers.parse_learning_rates(["1e-3", text])
 
     def test_a_repeated_learning_rate_is_an_error(self):
