@@ -85,7 +85,7 @@ def parser(description: str, *, out: str) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--extend",
-        type=_count,
+        type=_extension,
         default=4,
         help="learning rates that may be tried beyond a grid while the best is at its edge; those "
         "of earlier commands count",
@@ -122,12 +122,26 @@ def add_dtype(group: Any) -> None:
     )
 
 
-def _count(text: str) -> int:
-    if not (text.isdecimal() and int(text[:99]) <= _LARGEST_GRID):
+def _whole(text: str, least: int, largest: int) -> int:
+    # Python reads no number of thousands of digits.
+    if not text.isdecimal() or not least <= int(text[:99]) <= largest:
         raise argparse.ArgumentTypeError(
-            f"expected a whole number from 0 to {_LARGEST_GRID}, got {text[:99]!r}"
+            f"expected a whole number from {least} to {largest}, got {text[:99]!r}"
         )
     return int(text)
+
+
+def _extension(text: str) -> int:
+    return _whole(text, 0, _LARGEST_GRID)
+
+
+def _grid(text: str) -> int:
+    return _whole(text, 1, _LARGEST_GRID)
+
+
+def positive(text: str) -> int:
+    """Reads a whole number from 1, for `argparse`."""
+    return _whole(text, 1, 2**63 - 1)
 
 
 def _seconds(text: str) -> float:
@@ -138,23 +152,6 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(f"expected seconds from 0, got {text!r}")
     return seconds
-
-
-def positive(text: str) -> int:
-    """Reads a whole number from 1, for `argparse`."""
-    if not text.isdecimal() or not 1 <= int(text[:99]) < 2**63:
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number from 1 to 2**63 - 1, got {text[:99]!r}"
-        )
-    return int(text)
-
-
-def _grid(text: str) -> int:
-    if not (text.isdecimal() and 1 <= int(text[:99]) <= _LARGEST_GRID):
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number from 1 to {_LARGEST_GRID}, got {text[:99]!r}"
-        )
-    return int(text)
 
 
 def parse_optimizers(

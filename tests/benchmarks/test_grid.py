@@ -349,8 +349,8 @@ class StudyTest(FolderTest):
     @parameterized.parameters(
         ("--grid=0", "from 1 to 31, got '0'"),
         ("--grid=32", "from 1 to 31, got '32'"),
-        ("--vmap=0", "from 1 to 2**63 - 1, got '0'"),
-        (f"--vmap={'9' * 5000}", "from 1 to 2**63 - 1, got '9999"),
+        ("--vmap=0", "from 1 to 9223372036854775807, got '0'"),
+        (f"--vmap={'9' * 5000}", "from 1 to 9223372036854775807, got '9999"),
         ("--extend=32", "from 0 to 31, got '32'"),
         (f"--extend={'9' * 5000}", "from 0 to 31, got '9999"),
     )
