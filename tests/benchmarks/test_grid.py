@@ -360,6 +360,12 @@ class StudyTest(FolderTest):
             study.parser("", out="").parse_args([flag])
         self.assertIn(message, output.getvalue())
 
+    def test_a_flag_cannot_be_abbreviated(self):
+        message = io.StringIO()
+        with contextlib.redirect_stderr(message), self.assertRaises(SystemExit):
+            study.parser("", out="").parse_args(["--seed=1"])
+        self.assertIn("unrecognized arguments: --seed=1", message.getvalue())
+
     def test_of_optimizers_with_the_same_settings_the_first_is_kept(self):
         args = study.parser("", out="").parse_args(["--table=mars/betas"])
         output = io.StringIO()
@@ -426,6 +432,10 @@ class TablesTest(FolderTest):
         with self.assertRaisesRegex(ValueError, f"settings that .* has, .* got '{name}'"):
             optimizers.table(name)
 
+    def test_an_empty_folder_of_the_tables_is_an_error(self):
+        with self.assertRaisesRegex(SystemExit, "evidence: Expected a folder .* as --out"):
+            evidence.main([str(_RESULTS / "vision_vit_20_h200.json"), "--out="])
+
     def tree(self, losses: dict[str, float], *, name: str = "gpt2") -> dict[str, Any]:
         """Returns results at one learning rate and two seeds, 0.01 apart."""
         domain = evidence.DOMAINS[name]
@@ -483,11 +493,12 @@ class TablesTest(FolderTest):
         path = self.folder / "some.json"
         tree = study.results(comparison, self.records.of_task())
         path.write_text(json.dumps(tree))
-        evidence.main([str(path), "--tables=main,mars/gamma"])
+        evidence.main([str(path), "--tables=main,mars/gamma,main"])
         text = (self.folder / "some.md").read_text()
         self.assertStartsWith(
             text, "## Language: a GPT of 1.5 million parameters, 2,000 steps of 64 tokens\n"
         )
+        self.assertEqual(text.count("### "), 2)
         main, ablation = text.split("### gpt2: mars/gamma")
         self.assertIn("| `mars` | 0.001 (1) | 2.0150 | 2.0100 to 2.0200 | -1.0000 to", main)
         self.assertIn("Not complete: `lion` (no run), `muon` (no run)", main)

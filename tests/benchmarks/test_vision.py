@@ -340,6 +340,7 @@ class ImagesTest(FolderTest):
 
     @parameterized.named_parameters(
         ("missing", ["--train_file=nowhere.npz", "--test_file=a.npz"], "'nowhere.npz'"),
+        ("empty", ["--train_file="], "Expected CIFAR's binary files in '.'"),
         ("no_test", ["--train_file=nowhere.npz"], "Expected test images"),
         ("no_train", ["--test_file=a.npz"], "--test_file beside the files of --train_file, got it"),
         ("folder", ["--train_file=.", "--test_file=a.npz"], "beside a folder, which has test"),
