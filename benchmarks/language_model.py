@@ -20,7 +20,7 @@ from typing import Any
 import tqdm  # type: ignore[import-untyped]
 from absl import app, flags, logging
 
-from benchmarks import data, environment, gpt, optimizers, report, training
+from benchmarks import curves, data, environment, gpt, optimizers, report, training
 
 _OPTIMIZERS = flags.DEFINE_list(
     "optimizers",
@@ -204,9 +204,9 @@ def main(argv: Sequence[str]) -> None:
     summaries = report.summarize(runs)
     tree = report.as_json(summaries, runs, record)
     report.write_json(tree, out / "results.json")
-    report.plot(summaries, out / "curves.png")
+    curves.plot(summaries, out / "curves.png")
     written = ["results.json", "curves.png"]
-    if report.plot_measures(summaries, out / "diagnostics.png"):
+    if curves.plot_measures(summaries, out / "diagnostics.png"):
         written.append("diagnostics.png")
     for title in ("environment", "data"):
         print(f"{title}: " + ", ".join(f"{key} {value}" for key, value in record[title].items()))

@@ -1,4 +1,4 @@
-"""Turns training runs into a table, a verdict, a plot and a JSON file."""
+"""Turns training runs into a table, a verdict and a JSON file."""
 
 import dataclasses
 import json
@@ -8,13 +8,6 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
-from matplotlib import ticker
 
 from benchmarks.training import Run
 
@@ -321,88 +314,6 @@ def text(summaries: Sequence[Summary]) -> str:
         lines = [f"Lowest {baseline.metric}: {best.optimizer} ({_loss_text(best.loss)})."]
         parts.append("\n".join(lines + [verdict(other, baseline) for other in others]))
     return "\n\n".join(parts)
-
-
-def plot(summaries: Sequence[Summary], path: pathlib.Path) -> None:
-    """Draws the validation curves at the best learning rates, and the grid where there was one.
-
-    Args:
-      summaries: what to draw; the band around a curve reaches from its lowest to its highest seed.
-      path: the PNG file to write.
-    """
-    swept = any(len(summary.grid) > 1 for summary in summaries)
-    metric, unit = summaries[0].metric, summaries[0].unit
-    figure, axes = plt.subplots(
-        ncols=1 + swept, figsize=(6.5 * (1 + swept), 4.5), squeeze=False, layout="constrained"
-    )
-    curves = axes[0, 0]
-    for summary in summaries:
-        # The untrained model's loss would squeeze everything else.
-        steps = summary.runs[0].steps[1:]
-        by_step = list(zip(*(run.validation_loss[1:] for run in summary.runs), strict=True))
-        label = f"{summary.optimizer}, learning rate {summary.learning_rate:g}"
-        (line,) = curves.plot(steps, [statistics.fmean(v) for v in by_step], label=label)
-        curves.fill_between(
-            steps,
-            [min(v) for v in by_step],
-            [max(v) for v in by_step],
-            color=line.get_color(),
-            alpha=0.2,
-            linewidth=0,
-        )
-        if swept:
-            axes[0, 1].plot(list(summary.grid), list(summary.grid.values()), marker="o")
-    drawn = [v for summary in summaries for run in summary.runs for v in run.validation_loss[1:]]
-    # Where no value is above 0 and finite, as of runs that diverged, a logarithmic axis raises.
-    scale = "log" if any(v > 0 and math.isfinite(v) for v in drawn) else "linear"
-    curves.set(xlabel="step", ylabel=f"{metric} ({unit})", yscale=scale)
-    if scale == "log":
-        # Plain numbers, where a curve spans less than a decade.
-        for each in (curves.yaxis.set_major_formatter, curves.yaxis.set_minor_formatter):
-            each(ticker.LogFormatter(labelOnlyBase=False))
-    curves.legend()
-    curves.grid(alpha=0.3, which="both")
-    if swept:
-        decided = f"{summaries[0].chosen_by} at the end"
-        axes[0, 1].set(xlabel="learning rate", ylabel=decided, xscale="log")
-        axes[0, 1].grid(alpha=0.3, which="both")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def plot_measures(summaries: Sequence[Summary], path: pathlib.Path) -> bool:
-    """Draws what `mars_optax.diagnose` measured, for each optimizer's first seed.
-
-    Args:
-      summaries: what to draw.
-      path: the PNG file to write.
-
-    Returns:
-      Whether there was anything to draw.
-    """
-    measured = [summary for summary in summaries if summary.runs[0].measures]
-    if not measured:
-        return False
-    names = list(dict.fromkeys(name for summary in measured for name in summary.runs[0].measures))
-    figure, axes = plt.subplots(
-        nrows=len(names),
-        figsize=(6.5, 2.2 * len(names)),
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for ax, name in zip(axes[:, 0], names, strict=True):
-        for summary in measured:
-            run = summary.runs[0]
-            if name in run.measures:
-                ax.plot(run.steps[:-1], run.measures[name], label=summary.optimizer)
-        ax.set(ylabel=name.replace("_", " "))
-        ax.grid(alpha=0.3)
-    axes[0, 0].legend()
-    axes[-1, 0].set(xlabel="step")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return True
 
 
 # Of these numbers keep all digits in JSON: a run is found again by them.

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import tqdm  # type: ignore[import-untyped]
 
-from benchmarks import environment, grid, optimizers, report, resumable
+from benchmarks import curves, environment, grid, optimizers, report, resumable
 from benchmarks.optimizers import Optimizer
 
 # Factors of 2: nine orders of magnitude.
@@ -328,7 +328,7 @@ def run(study: Study, args: argparse.Namespace, began: float) -> int:
         grid.named(found, chosen), study.protocol, [optimizer.name for optimizer in chosen]
     )
     if summaries:
-        report.plot(summaries, out / "curves.png")
+        curves.plot(summaries, out / "curves.png")
         print(f"\n{report.text(summaries)}\n")
     for name, why in left_out.items():
         print(f"`{name}` is left out: {why}.")
