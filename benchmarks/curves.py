@@ -17,6 +17,8 @@ matplotlib.use("Agg")
 import numpy as np
 from matplotlib import colors, ticker
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.text import Annotation
 from scipy import optimize  # type: ignore[import-untyped, unused-ignore]
 
 from benchmarks import grid, report
@@ -182,7 +184,7 @@ def _limits(panel: Panel) -> tuple[float, float] | None:
     return low - margin, high + margin
 
 
-def _draw_panel(ax: plt.Axes, panel: Panel) -> list[tuple[plt.Annotation, float]]:
+def _draw_panel(ax: Axes, panel: Panel) -> list[tuple[Annotation, float]]:
     """Draws the curves, and their names at their heights, which are returned with them."""
     limits = _limits(panel)
     bottom, top = limits or (0.0, 1.0)

@@ -60,15 +60,6 @@ class ReferenceTest(parameterized.TestCase):
             is_class = inspect.isclass(getattr(mars_optax, name))
             self.assertEqual(kind, "class" if is_class else "function", name)
 
-    def test_groups_are_those_of_the_readme(self):
-        table = (_DOCS.parent / "README.md").read_text().split("## Use")[1].split("\n\n")[1]
-        in_table = [re.findall(r"`(\w+)`", row) for row in table.splitlines()[2:]]
-        sections = _api().split("\n## ")[1:]
-        groups = [set(re.findall(r"mars_optax\.(\w+)$", text, re.M)) for text in sections]
-        self.assertEqual(len(groups), len(in_table))
-        for names, group in zip(in_table, groups, strict=True):
-            self.assertLessEqual(set(names), group)
-
     def test_names_of_other_packages_have_a_page(self):
         sources = [inspect.getdoc(getattr(mars_optax, name)) or "" for _, name in _documented()]
         names = re.findall(r":\w+:`((?:jax|optax|re)\.[\w.]+)`", "\n".join(sources))

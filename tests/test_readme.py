@@ -29,9 +29,12 @@ def _run_blocks(page: pathlib.Path) -> tuple[int, dict]:
 class ReadmeTest(parameterized.TestCase):
     def test_the_readme_runs_and_trains(self):
         blocks, names = _run_blocks(_ROOT / "README.md")
-        self.assertGreaterEqual(blocks, 7)
-        self.assertEqual(names["train_state"].step, 1)
-        self.assertLess(float(names["loss"](names["params"], names["x"], names["y"])), 0.5)
+        self.assertEqual(blocks, 2)
+        self.assertLess(float(names["loss"](names["params"])), 0.1)
+        self.assertEqual(names["optimizer"].step[...], 1)
+
+    def test_the_readme_is_short(self):
+        self.assertLessEqual(len((_ROOT / "README.md").read_text().splitlines()), 140)
 
     @parameterized.parameters(*(page.name for page in (_ROOT / "docs").glob("*.md")))
     def test_a_page_of_the_documentation_runs(self, name: str):

@@ -72,7 +72,7 @@ class RecordedTest(parameterized.TestCase):
         text = (_ROOT / "README.md").read_text()
         for name, label in evidence.PICTURES["text"][0].labels.items():
             (row,) = re.findall(rf"^\| {label} .*$", text, re.MULTILINE)
-            _, memory, cost, *losses = (cell.strip() for cell in row.strip("|").split("|"))
+            _, memory, cost, *losses = (cell.strip(" *") for cell in row.strip("|").split("|"))
             records = []
             for stem in ("gpt2_33m_4000_h200", "gpt2_33m_8000_h200"):
                 tree = evidence.read(evidence.RESULTS / f"{stem}.json")
