@@ -51,7 +51,7 @@ _COLORS = {
 }
 _PEERS = ("adamw", "nadamw", "lion", "muon")
 # Inches, points, and pixels to an inch: 11 points are 10 pixels in a picture of 380 pixels.
-_WIDTH, _HEIGHT, _FONT, _DPI = 6.0, 2.9, 11, 150
+_WIDTH, _HEIGHT, _FONT, _DPI = 6.0, 2.5, 11, 150
 # What comes before this share of a run would squeeze the differences at its end.
 _SHOWN_FROM = 0.45
 _NAMES_AT = 1.05  # of the width of the axes

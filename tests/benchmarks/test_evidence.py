@@ -81,9 +81,9 @@ class RecordedTest(parameterized.TestCase):
                 records.append(found)
             self.assertEqual(losses, [f"{found.loss:.3f}" for found in records], label)
             size = records[0].runs[0].state_bytes / tree["task"]["parameters"]
-            self.assertEqual(memory, f"{size:.1f} bytes", label)
+            self.assertEqual(memory, f"{size:.1f}", label)
             seconds = np.median([run.seconds_per_step for run in records[0].runs])
-            self.assertEqual(cost, f"{1000 * seconds:.1f} ms", label)
+            self.assertEqual(cost, f"{1000 * seconds:.1f}", label)
 
 
 class NamesTest(parameterized.TestCase):
