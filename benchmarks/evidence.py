@@ -175,7 +175,13 @@ def markdown_tables(
     Returns:
       Two Markdown tables, without a line break at their ends.
     """
-    quality = ["optimizer", "learning rate (tried)", baseline.metric, "difference, by seed", ""]
+    quality = [
+        "optimizer",
+        "learning rate (tried)",
+        baseline.metric,
+        "difference, by seed",
+        "outcome",
+    ]
     target = f"the baseline's {baseline.metric.split()[-1]}"
     cost = ["optimizer", f"steps to {target}", "ms a step", f"seconds to {target}", "MB of state"]
     tables = [[_row(header), _row(["---"] * 5)] for header in (quality, cost)]

@@ -1,15 +1,18 @@
 """The pictures and tables that are shown are those of the recorded results; so are the README's."""
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import re
 import tempfile
 import warnings
+from unittest import mock
 
 import numpy as np
 import PIL.Image
 from absl.testing import absltest, parameterized
+from matplotlib.text import Text
 
 from benchmarks import curves, evidence, optimizers, report
 from benchmarks.training import Run
@@ -130,6 +133,25 @@ class CurvesTest(parameterized.TestCase):
         self.assertEqual((curve.low[-1], curve.mean[-1], curve.high[-1]), (1.0, 1.5, 2.0))
         self.assertEqual(curve.x, [10, 20])
         self.assertEqual(curve.label, "MARS-AdamW: 1.500")
+
+    @parameterized.parameters(1.0, 1.01, 3.0)
+    def test_names_do_not_overlap_and_are_in_the_picture(self, last: float):
+        names = ["adamw", "nadamw", "muon", "mars", "mars_m", "lion"]
+        losses = np.linspace(1.0, last, len(names))
+        summaries = [summary(*pair) for pair in zip(names, [[x] for x in losses], strict=True)]
+        with mock.patch.object(curves.plt, "close") as close:
+            curves.plot(summaries, self.path)
+        (figure,), _ = close.call_args
+        figure.draw_without_rendering()  # at the resolution of the figure, not of the file
+        boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]  # no lines
+        curves.plt.close(figure)
+        self.assertLen(boxes, len(names))
+        boxes.sort(key=lambda box: box.y0)
+        for lower, upper in itertools.pairwise(boxes):
+            self.assertLessEqual(lower.y1, upper.y0 + 1)
+        inside = figure.bbox
+        for box in boxes:
+            self.assertTrue(inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1))
 
     def test_the_file_says_what_it_shows(self):
         pair = [summary("adamw", [3.0]), summary("muon", [1.0])]
