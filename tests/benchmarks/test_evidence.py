@@ -71,6 +71,24 @@ class RecordedTest(parameterized.TestCase):
             self.assertNotEmpty(rows, page.name)
             self.assertLessEqual(max(row.count(" | ") for row in rows), 4, page.name)
 
+    def test_losses_and_errors_of_the_evidence_are_recorded(self):
+        known = set()
+        for stem in evidence.TABLES:
+            tree = evidence.read(evidence.RESULTS / f"{stem}.json")
+            domain, digits = (evidence.DOMAINS[tree["name"]], 3 if tree["name"] == "gpt2" else 2)
+            names = dict.fromkeys(record["optimizer"] for record in tree["records"])
+            found, _ = evidence.summarize(
+                tree, [optimizers.parse_optimizer(name, domain) for name in names]
+            )
+            for each in found:
+                values = (each.loss, min(each.losses), max(each.losses))
+                known |= {f"{value:.{digits}f}" for value in values}
+        page = (_ROOT / "docs" / "evidence.md").read_text().split("## What others find")[0]
+        rows = "\n".join(re.findall(r"^\|.*\|$", page, re.MULTILINE))
+        told = set(re.findall(r"(?<![-+.\d])(?:4\.\d{3}|3\.9\d{2}|\d{1,2}\.\d{2})(?![\d)])", rows))
+        self.assertGreater(len(told), 60)
+        self.assertEmpty(told - known - {"0.05", "0.95", "0.99"})
+
     def test_the_readmes_table_has_the_recorded_numbers(self):
         text = (_ROOT / "README.md").read_text()
         for name, label in evidence.PICTURES["text"][0].labels.items():
