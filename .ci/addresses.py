@@ -2,9 +2,9 @@
 
     python .ci/addresses.py
 
-Run it after a change of an address. The files are pyproject.toml itself (the project URLs, which the
-wheel carries), CITATION.cff, and the notebooks (badge and first cell). README links stay relative:
-`.ci/build_dist.py` makes those of the distributions absolute.
+Run it after a change of an address. The files are pyproject.toml itself (the project URLs, which
+the wheel carries), CITATION.cff, and the notebooks (badge and first cell). The README's links stay
+relative: `.ci/build_dist.py` makes those of the distributions absolute.
 """
 
 import pathlib
@@ -17,7 +17,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def read(root: pathlib.Path = _ROOT) -> dict[str, str]:
-    """The addresses of `[tool.mars-optax]`, without a slash at their ends; unknown ones are empty."""
+    """The addresses of `[tool.mars-optax]`, without a slash at the end; empty where unknown."""
     table = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["mars-optax"]
     return {key: table[key].rstrip("/") for key in ("repository", "documentation")}
 
