@@ -61,7 +61,7 @@ class EditableTest(absltest.TestCase):
             cwd=self.project,
             env=_ENVIRONMENT,
         )
-        lines = re.findall(r"consumer\.py:(\d+):", result.stdout)
+        lines = re.findall(r"consumer\.py:(\d+):.*error: ", result.stdout)
         rules = re.findall(r"[\[(](\S+)[\])]$", result.stdout, re.MULTILINE)
         return list(zip(lines, rules, strict=True))
 
