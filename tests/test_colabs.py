@@ -96,8 +96,8 @@ class StoredTest(_NotebookTest):
         # The title, the installation, what the plot shows, and the plot.
         (first, *_) = _images(nbformat.v4.new_notebook(cells=notebook.cells[:4]))
         width, height = (int.from_bytes(first[n : n + 4]) for n in (16, 20))
-        self.assertGreaterEqual(width, 600)  # of 800, less the margins
-        self.assertGreaterEqual(height, 350)
+        self.assertGreaterEqual(width, 800)
+        self.assertGreaterEqual(height, 450)
 
     @parameterized.named_parameters(*_CASES)
     def test_readers_wait_with_a_progress_bar_and_see_no_sizes_of_the_tests(self, name: str):
