@@ -27,9 +27,11 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _SOURCES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "mars_optax", "pyproject.toml")
 
 
-def absolute_links(text: str, address: str) -> str:
-    """Markdown with its relative links made links to files below `address`."""
-    return re.sub(r"\]\((?!https?://|#|mailto:)([^)]+)\)", rf"]({address.rstrip('/')}/\g<1>)", text)
+def absolute_links(text: str, repository: str) -> str:
+    """Markdown with its relative links made links to pages of the repository, pictures to files."""
+    relative = r"\((?!https?://|#|mailto:)([^)]+)\)"
+    text = re.sub(rf"(!\[[^\]]*\]){relative}", rf"\1({repository}/raw/HEAD/\2)", text)
+    return re.sub(rf"\]{relative}", rf"]({repository}/blob/HEAD/\1)", text)
 
 
 def normalise(path: pathlib.Path, epoch: int) -> None:
@@ -70,7 +72,7 @@ def build(out: pathlib.Path, epoch: int, options: list[str]) -> None:
         project = tomllib.loads((sources / "pyproject.toml").read_text())["project"]
         if repository := project["urls"].get("Source"):
             readme = sources / project["readme"]
-            readme.write_text(absolute_links(readme.read_text(), f"{repository}/blob/HEAD"))
+            readme.write_text(absolute_links(readme.read_text(), repository))
         run_build("sdist", sources)
         (sdist,) = out.glob("*.tar.gz")
         normalise(sdist, epoch)

@@ -63,11 +63,11 @@ class LowerBoundsTest(absltest.TestCase):
 class ReadmeLinksTest(absltest.TestCase):
     def test_relative_links_become_absolute_and_others_stay(self):
         text = "[a](docs/x.md#y) [b](https://z.org/q) [c](#here) ![d](pic.png)"
-        actual = _load("build_dist").absolute_links(text, "https://host/repo/blob/HEAD")
+        actual = _load("build_dist").absolute_links(text, "https://host/repo")
         self.assertEqual(
             actual,
             "[a](https://host/repo/blob/HEAD/docs/x.md#y) [b](https://z.org/q) [c](#here) "
-            "![d](https://host/repo/blob/HEAD/pic.png)",
+            "![d](https://host/repo/raw/HEAD/pic.png)",
         )
 
 
