@@ -5,7 +5,8 @@
 With the same setuptools two builds of one commit are identical: times are those of
 SOURCE_DATE_EPOCH (the commit's, where it is not set), owners and modes are fixed, and the wheel is
 built of the source distribution. setuptools alone leaves the times of the working tree in the
-latter. Where pyproject.toml has the address `Source`, relative links of the README become absolute.
+latter. Once the project has an address (see .ci/addresses.py), relative links of the README, which
+a package index cannot follow, become absolute.
 """
 
 import argparse
@@ -22,23 +23,15 @@ import tempfile
 import tomllib
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-_NOT_SOURCES = shutil.ignore_patterns(
-    ".git",
-    ".venv",
-    "venv",
-    "__pycache__",
-    "*.egg-info",
-    "*_cache",
-    "build",
-    "dist",
-    "runs",
-    "_build",
-)
+# What the distributions are built of. Tests and recordings are in the repository.
+_SOURCES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "mars_optax", "pyproject.toml")
 
 
-def absolute_links(text: str, address: str) -> str:
-    """Markdown with its relative links made links to files below `address`."""
-    return re.sub(r"\]\((?!https?://|#|mailto:)([^)]+)\)", rf"]({address.rstrip('/')}/\g<1>)", text)
+def absolute_links(text: str, repository: str) -> str:
+    """Markdown with its relative links made links to pages of the repository, pictures to files."""
+    relative = r"\((?!https?://|#|mailto:)([^)]+)\)"
+    text = re.sub(rf"(!\[[^\]]*\]){relative}", rf"\1({repository}/raw/HEAD/\2)", text)
+    return re.sub(rf"\]{relative}", rf"]({repository}/blob/HEAD/\1)", text)
 
 
 def normalise(path: pathlib.Path, epoch: int) -> None:
@@ -70,12 +63,16 @@ def build(out: pathlib.Path, epoch: int, options: list[str]) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         sources = pathlib.Path(scratch, "sources")
-        shutil.copytree(_ROOT, sources, ignore=_NOT_SOURCES)
+        sources.mkdir()
+        for name in _SOURCES:
+            if (_ROOT / name).is_dir():
+                shutil.copytree(_ROOT / name, sources / name)
+            else:
+                shutil.copy(_ROOT / name, sources)
         project = tomllib.loads((sources / "pyproject.toml").read_text())["project"]
-        if "Source" in project.get("urls", {}):
+        if repository := project["urls"].get("Source"):
             readme = sources / project["readme"]
-            address = f"{project['urls']['Source']}/blob/HEAD"
-            readme.write_text(absolute_links(readme.read_text(), address))
+            readme.write_text(absolute_links(readme.read_text(), repository))
         run_build("sdist", sources)
         (sdist,) = out.glob("*.tar.gz")
         normalise(sdist, epoch)

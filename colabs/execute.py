@@ -1,6 +1,7 @@
 """Executes the notebooks of this folder and stores their outputs."""
 
 import argparse
+import ast
 import hashlib
 import os
 import pathlib
@@ -14,8 +15,51 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 FOLDER = pathlib.Path(__file__).parent
-TOY = "MARS_OPTAX_TOY"
 EXECUTED = "executed_code_sha256"
+
+# What the tests run instead, in seconds: expressions for variables that a notebook sets.
+TOY = {
+    "choosing_a_variant": {
+        "STEPS": "2",
+        "RATES": "[1e-3, 1e-2]",
+        "GAMMAS": "[0.0, 0.1]",
+        "SEEDS": "2",
+        "CONTEXT": "8",
+        "BATCH": "2",
+        "WIDTH": "8",
+        "VALIDATION_WINDOWS": "16",
+        "CANDIDATES": "{name: CANDIDATES[name] for name in ('AdamW', 'MARS-M')}",
+    },
+    "cifar10_resnet": {"EPOCHS": "1", "WIDTHS": "(4, 8)", "RATES": "[8e-3]", "SEEDS": "1"},
+    "exact_against_approx": {
+        "PATH_STEPS": "20",
+        "GAMMAS": "3",
+        "STEPS": "4",
+        "RATES": "[1e-2]",
+        "SEEDS": "1",
+        "JOBS": "{'exact': JOBS['exact']}",
+    },
+    "first_training_run": {
+        "STEPS": "4",
+        "RATES": "[1.6e-2]",
+        "MOST_RATES": "1",
+        "SEEDS": "[1]",
+        "CONTEXT": "8",
+        "BATCH": "2",
+        "WIDTH": "16",
+        "HEADS": "2",
+        "LAYERS": "1",
+        "VALIDATION_WINDOWS": "8",
+    },
+    "kernels_and_time": {
+        "LAYERS": "2",
+        "SHORT": "16",
+        "LONG": "32",
+        "LEAVES": "[1, 4]",
+        "MEASURE": "True",
+    },
+    "sharded_training": {"STEPS": "1", "BATCH": "16", "LAYERS": "2"},
+}
 
 # What differs between two machines or two runs of the same notebook is not stored.
 _METADATA = {
@@ -29,12 +73,12 @@ def notebooks() -> list[pathlib.Path]:
     return sorted(FOLDER.glob("*.ipynb"))
 
 
-def execute(path: pathlib.Path, *, toy: bool, timeout: float = 1200) -> NotebookNode:
+def execute(path: pathlib.Path, *, toy: bool, timeout: float = 3600) -> NotebookNode:
     """Runs a notebook from its first cell to its last in a process of its own.
 
     Args:
       path: the notebook; it is not written to.
-      toy: whether to run it at the small sizes that its second cell has for the tests.
+      toy: whether to run it at the small sizes that `TOY` has for the tests.
       timeout: seconds that one cell may take.
 
     Returns:
@@ -42,14 +86,22 @@ def execute(path: pathlib.Path, *, toy: bool, timeout: float = 1200) -> Notebook
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell raised.
-      ValueError: a cell wrote to stderr, for example a warning.
+      ValueError: a cell wrote to stderr, for example a warning, or `TOY` has a variable that the
+        notebook does not set.
     """
     notebook = nbformat.read(path, as_version=4)
-    env = {**os.environ, "PYTHONPATH": _with_root(os.environ.get("PYTHONPATH"))}
-    env.pop(TOY, None)
+    sources = [cell.source for cell in notebook.cells]
+    env = {
+        **os.environ,
+        "PYTHONPATH": _with_root(os.environ.get("PYTHONPATH")),
+        # Progress bars are for readers who wait. Nor do they need the widgets here.
+        "TQDM_DISABLE": "1",
+        "PYTHONWARNINGS": "ignore:IProgress not found",
+    }
     if toy:
+        make_small(notebook, TOY.get(path.stem, {}))
         # Compiling is nearly all that a toy run does.
-        env.update({TOY: "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})
+        env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     # An empty folder: what a notebook needs, it has to bring.
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
@@ -68,14 +120,42 @@ def execute(path: pathlib.Path, *, toy: bool, timeout: float = 1200) -> Notebook
                 f"{path.name}: expected nothing on stderr, got {output['text']!r}. Correct what "
                 "the cell does, or silence what is harmless."
             )
+    for cell, source in zip(notebook.cells, sources, strict=True):
+        cell.source = source
     notebook = clean(notebook)
     notebook.metadata[EXECUTED] = code_hash(notebook)
     return notebook
 
 
+def make_small(notebook: NotebookNode, values: dict[str, str]) -> None:
+    """Gives variables other values, at the end of each cell that sets them."""
+    missing = set(values)
+    for cell in code_cells(notebook)[1:]:  # the first one installs
+        assigned = {
+            node.id
+            for statement in ast.parse(cell.source).body
+            if isinstance(statement, ast.Assign)
+            for target in statement.targets
+            for node in ast.walk(target)
+            if isinstance(node, ast.Name)
+        }
+        cell.source += "".join(f"\n{k} = {v}" for k, v in values.items() if k in assigned)
+        missing -= assigned
+    if missing:
+        raise ValueError(f"expected cells that set {sorted(missing)}: correct `TOY`.")
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    """Returns the cells with code."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
 def code_hash(notebook: NotebookNode) -> str:
-    """Returns a hash of all code: it tells whether outputs are older than the code."""
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    """Returns a hash of the code, which shows whether outputs are older than it.
+
+    The first cell, which installs the package, makes none.
+    """
+    code = [cell.source for cell in code_cells(notebook)[1:]]
     return hashlib.sha256("\0".join(code).encode()).hexdigest()
 
 
@@ -86,12 +166,7 @@ def _with_root(path: str | None) -> str:
 
 def outputs(notebook: NotebookNode) -> list[NotebookNode]:
     """Returns all outputs of all cells."""
-    return [
-        output
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-        for output in cell.get("outputs", [])
-    ]
+    return [output for cell in code_cells(notebook) for output in cell.get("outputs", [])]
 
 
 def clean(notebook: NotebookNode) -> NotebookNode:
