@@ -84,7 +84,7 @@ def optimizer(
     matrix_rule(weight_dimension_numbers=None, correction=correction)
     # `grad_fn` wants all parameters: where no single rule sees them, the optimizer keeps them.
     hands_over = correction == "exact" and vector_rule is not None
-    inner_correction = previous.HANDED_OVER if hands_over else correction
+    inner_correction = previous.Mode.HANDED_OVER if hands_over else correction
     vector = None if vector_rule is None else vector_rule(correction=inner_correction)
 
     def chains_for(tree: Any) -> tuple[dict[str, fused.Chain], Any]:
@@ -106,7 +106,7 @@ def optimizer(
 
     def decay_mask_for(tree: Any) -> Any:
         # The placeholder of `optax.tree.map_params` has no leaves, and is its own mask.
-        if checks.is_tree_function(mask):
+        if checks.is_tree_function(mask, tree):
             return mask(tree) if jax.tree.leaves(tree) else tree
         return mask
 
@@ -138,7 +138,7 @@ def optimizer(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = chain_for(params).init(params)
-        return PreviousParamsState(previous.copies(params), state) if hands_over else state
+        return PreviousParamsState(previous.copies(params, params), state) if hands_over else state
 
     def update_fn(
         updates: optax.Updates,

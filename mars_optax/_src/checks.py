@@ -357,14 +357,13 @@ def path_string(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def is_tree_function(value: Any) -> TypeGuard[Callable[[Any], Any]]:
-    """Whether `value` is a function of a tree, rather than a tree that happens to be callable.
+def is_tree_function(value: Any, tree: Any) -> TypeGuard[Callable[[Any], Any]]:
+    """Whether `value` is a function of `tree`, rather than a tree like it that can be called.
 
-    Equinox modules are trees and may be callable; a function is a leaf.
+    Equinox modules are trees and may be callable. So may be functions: `jax.tree_util.Partial`, and
+    what Equinox makes of a closure. But these are not of the type of the parameters.
     """
-    if isinstance(value, jax.tree_util.Partial):
-        return True
-    return callable(value) and jax.tree_util.treedef_is_leaf(jax.tree.structure(value))
+    return callable(value) and type(value) is not type(tree)
 
 
 def coefficients(value: Any, steps: Any, presets: dict[str, Any], prefix: str = "ns_") -> Any:

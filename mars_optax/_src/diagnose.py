@@ -91,7 +91,7 @@ def diagnose(
             g_g, p_p, g_p = g_g + _inner(g, g), p_p + _inner(p, p), g_p + _inner(g, p)
             d_d, c_c = d_d + _inner(added, added), c_c + squares
             if max_norm is not None:
-                clipped += jnp.sqrt(squares) > max_norm
+                clipped += (jnp.sqrt(squares) > max_norm).astype(jnp.float32)
     if not leaves:
         norms = [_inner(_float32(g), _float32(g)) for g in by_path.values()]
         return {"gradient_norm": jnp.sqrt(sum(norms, start=zero))}

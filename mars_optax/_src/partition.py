@@ -114,7 +114,7 @@ def resolve_axes(spec: types.WeightDimensionNumbers, params: Any, default: Defau
     # leaves.
     if not jax.tree.leaves(params):
         return params
-    if checks.is_tree_function(spec):
+    if checks.is_tree_function(spec, params):
         spec = spec(params)
 
     def of_subtree(path: tuple[Any, ...], spec: Any, subtree: Any) -> Any:

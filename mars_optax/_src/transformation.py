@@ -55,7 +55,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         float32, the leaves' axes and their specs. With it, every leaf must be a matrix.
     """
     checks.max_norm(max_norm)
-    if correction is not previous.HANDED_OVER:
+    if not isinstance(correction, previous.Mode):
         checks.choice("correction", correction, ("approx", "exact", "none"))
     checks.choice("implementation", implementation, (None, "xla", "pallas"))
     checks.flag("keep_prev_grad", keep_prev_grad)

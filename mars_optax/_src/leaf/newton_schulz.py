@@ -80,6 +80,8 @@ def _steps(
     x: jax.Array, table: jax.Array, steps: Any, matmul_precision: jax.lax.PrecisionLike
 ) -> jax.Array:
     identity = jnp.eye(x.shape[-2], dtype=precision.compute_dtype(x))
+    # Without a rank to be promoted, which JAX can be set to refuse.
+    identity = jnp.expand_dims(identity, tuple(range(x.ndim - 2)))
 
     def step(i: Any, x: jax.Array) -> jax.Array:
         a, b, c = table[jnp.minimum(i, len(table) - 1)]
