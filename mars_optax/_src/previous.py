@@ -94,7 +94,7 @@ class PreviousGradient:
             prev_grad = extra_args["prev_grad"]
         if self.first_step == "zeros":
             # There are no previous parameters before the first step.
-            prev_grad = jax.tree.map(lambda g: jnp.where(state.count == 0, 0, g), prev_grad)
+            prev_grad = jax.tree.map(lambda g: jnp.where(state.count == 0, precision.beside(0, g), g), prev_grad)
         return prev_grad
 
     def advance(self, updates: optax.Updates, state: Any, params: Any) -> dict[str, Any]:
@@ -152,17 +152,12 @@ def zeros(params: optax.Params, dtype: Any = None, *, averages_squares: bool = F
 def _zeros_like(p: Any, dtype: Any = None) -> jax.Array:
     """Zeros that lie on the devices as `p` does, but in their memory where `p` is in the host's."""
     zero = jnp.zeros_like(p, dtype=dtype)
-    if not isinstance(p, jax.core.Tracer) or _memory(p) != _memory(zero):
+    if not isinstance(p, jax.core.Tracer) or precision.host_memory_of(p) is not None:
         return zero
     # Under jit on a mesh of automatic axes a constant would be whole on every device: the operand
     # that is never chosen tells the compiler where to put it.
     like = p if jnp.iscomplexobj(zero) else jnp.real(p)
     return jnp.where(jnp.zeros_like(p, dtype=bool), like.astype(zero.dtype), zero)
-
-
-def _memory(x: Any) -> Any:
-    """The memory that the type of an array names, in versions of JAX whose types do."""
-    return getattr(jax.typeof(x), "memory_space", None)
 
 
 def copies(tree: Any, like: Any) -> Any:

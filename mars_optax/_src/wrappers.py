@@ -158,7 +158,7 @@ def ignore_absent_gradients(
             def on_leaf(path: tuple[Any, ...], new_leaf: Any, old_leaf: Any) -> Any:
                 if path not in absent:
                     return new_leaf
-                return jnp.where(absent[path], old_leaf, new_leaf)
+                return jnp.where(absent[path], precision.beside(old_leaf, new_leaf), new_leaf)
 
             kept = {
                 name: jax.tree_util.tree_map_with_path(

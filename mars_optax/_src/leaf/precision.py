@@ -39,6 +39,18 @@ def widen_scalar(x: Any, dtype: Any = None) -> Any:
     return x.astype(compute_dtype(x) if dtype is None else dtype)
 
 
+def beside(x: Any, like: jax.Array) -> Any:
+    """The constant `x` in the memory of `like`: JAX does not choose or add across memories."""
+    host = host_memory_of(like)
+    return x if host is None else jax.device_put(jnp.asarray(x, jnp.result_type(like)), host)
+
+
+def host_memory_of(x: jax.Array) -> Any:
+    """The memory of the host, where an array is said to lie there by its type, else None."""
+    memory = getattr(jax.typeof(x), "memory_space", None)
+    return memory if getattr(memory, "name", None) == "Host" else None
+
+
 def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) -> jnp.dtype:
     """The dtype in which a quantity belonging to the parameter `x` is kept.
 

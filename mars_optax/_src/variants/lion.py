@@ -141,6 +141,7 @@ def mars_lion(
     prev_grad_dtype: types.DType = None,
     keep_prev_grad: bool = True,
     implementation: types.Implementation | None = None,
+    eps_root_1d: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-Lion: sign descent on variance-reduced gradients.
 
@@ -182,6 +183,8 @@ def mars_lion(
       implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
         kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
         :func:`fused_step` alone, where they were measured to be faster.
+      eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
+        0.
 
     Returns:
       An optimizer, as :func:`mars` does.
@@ -227,6 +230,7 @@ def mars_lion(
         1e-8 if eps_1d is None else eps_1d,
         mu_dtype=mu_dtype,
         implementation=implementation,
+        eps_root_1d=0.0 if eps_root_1d is None else eps_root_1d,
     )
     return assembly.optimizer(
         "mars_lion",

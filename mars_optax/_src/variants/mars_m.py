@@ -174,6 +174,7 @@ def mars_m(
     prev_grad_dtype: types.DType = None,
     keep_prev_grad: bool = True,
     implementation: types.Implementation | None = None,
+    eps_root_1d: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-M: Muon on variance-reduced gradients, at AdamW's scale of updates.
 
@@ -222,6 +223,8 @@ def mars_m(
       implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
         ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs, with which steps of
         :func:`mars_m` were measured to be slower.
+      eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
+        0.
 
     Returns:
       An optimizer, as :func:`mars` does.
@@ -272,6 +275,7 @@ def mars_m(
         1e-8 if eps_1d is None else eps_1d,
         mu_dtype=mu_dtype,
         implementation=implementation,
+        eps_root_1d=0.0 if eps_root_1d is None else eps_root_1d,
     )
     return assembly.optimizer(
         "mars_m",

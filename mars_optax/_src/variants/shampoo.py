@@ -184,6 +184,7 @@ def mars_shampoo(
     implementation: types.Implementation | None = None,
     amsgrad: bool = False,
     nu_dtype: types.DType = None,
+    eps_root_1d: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-Shampoo: orthogonalized momentum of variance-reduced gradients.
 
@@ -234,6 +235,8 @@ def mars_shampoo(
         :func:`mars_m` were measured to be slower.
       amsgrad: Whether the other leaves use their largest second moment so far.
       nu_dtype: Storage dtype of their second moments; None for the parameter's, at least float32.
+      eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
+        0. Also under `optimize_1d`.
 
     Returns:
       An optimizer, as :func:`mars` does.
@@ -288,6 +291,7 @@ def mars_shampoo(
         eps=eps,
         **shared,
     )
+    eps_root_1d = 0.0 if eps_root_1d is None else eps_root_1d
     variance_reduced_vectors = functools.partial(
         adamw.scale_by_mars,
         b1,
@@ -297,6 +301,7 @@ def mars_shampoo(
         amsgrad=amsgrad,
         nu_dtype=nu_dtype,
         weight_dimension_numbers=partition.no_matrices,
+        eps_root=eps_root_1d,
         **shared,
     )
     plain_vectors = adamw.vector_adamw(
@@ -307,6 +312,7 @@ def mars_shampoo(
         mu_dtype=mu_dtype,
         nu_dtype=nu_dtype,
         implementation=implementation,
+        eps_root_1d=eps_root_1d,
     )
     return assembly.optimizer(
         "mars_shampoo",
