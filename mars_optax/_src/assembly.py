@@ -65,13 +65,14 @@ def optimizer(
       default: That rule by a leaf's rank, where `weight_dimension_numbers` is None.
       implementation: What executes the rules, see :func:`execute.elementwise`.
     """
-    checks.scalar_or_schedule("learning_rate", learning_rate)
+    checks.learning_rate("learning_rate", learning_rate)
     checks.scalar_or_schedule("weight_decay", weight_decay)
     if learning_rate_1d is None:
         learning_rate_1d = learning_rate
     if weight_decay_1d is None:
         weight_decay_1d = weight_decay
-    checks.scalar_or_schedule("learning_rate_1d", learning_rate_1d)
+    checks.learning_rate("learning_rate_1d", learning_rate_1d)
+    partition.check_spec(weight_dimension_numbers)
     checks.scalar_or_schedule("weight_decay_1d", weight_decay_1d)
     scalars = {
         "matrix": {"weight_decay": weight_decay, "learning_rate": learning_rate},
@@ -137,6 +138,7 @@ def optimizer(
             checks.chain_state(chain_state, scalars[label], mask is not None, name)
 
     def init_fn(params: optax.Params) -> optax.OptState:
+        checks.inexact_leaves(params)
         state = chain_for(params).init(params)
         return PreviousParamsState(previous.copies(params, params), state) if hands_over else state
 
@@ -147,7 +149,10 @@ def optimizer(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.needs_params(params, name, decays)
-        if params is not None:
+        if params is None:
+            checks.arrays(updates, "Gradient")
+        else:
+            checks.arrays(params, "Parameter")
             checks.gradients(updates, params, "`params`")
         # Without decay nothing reads the parameters but the dtypes of the result.
         like = updates if params is None else params

@@ -97,6 +97,7 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
       total: 1 matrix, 1 vector, 0 frozen; parameters 144 bytes, state 424 bytes
     """
     checks.transformation("tx", tx)
+    checks.arrays(params, "Parameter")
     with partition.recorded_axes() as axes:
         # A new function each time: from its cache, `eval_shape` would not call `init` again.
         state = jax.eval_shape(lambda p: tx.init(p), params)

@@ -75,6 +75,7 @@ def diagnose(
     checks.scalar_or_schedule("gamma", gamma)
     checks.decay_rate("b1", b1)
     checks.max_norm(max_norm)
+    checks.arrays(grads, "Gradient")
     by_path = dict(jax.tree_util.tree_leaves_with_path(grads))
     zero = jnp.zeros([], jnp.float32)
     g_g = p_p = g_p = d_d = c_c = clipped = zero

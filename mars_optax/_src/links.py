@@ -213,6 +213,7 @@ def clip_by_leaf_norm(
       Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, equation (3.5).
     """
     checks.max_norm(max_norm)
+    partition.check_spec(weight_dimension_numbers)
 
     def axes_of(tree: Any) -> Any:
         return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_from_rank_2)

@@ -94,7 +94,9 @@ class PreviousGradient:
             prev_grad = extra_args["prev_grad"]
         if self.first_step == "zeros":
             # There are no previous parameters before the first step.
-            prev_grad = jax.tree.map(lambda g: jnp.where(state.count == 0, precision.beside(0, g), g), prev_grad)
+            prev_grad = jax.tree.map(
+                lambda g: jnp.where(state.count == 0, precision.beside(0, g), g), prev_grad
+            )
         return prev_grad
 
     def advance(self, updates: optax.Updates, state: Any, params: Any) -> dict[str, Any]:

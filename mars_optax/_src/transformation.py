@@ -67,6 +67,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         checks.keeps_prev_grad(keep_prev_grad, f"`prev_grad_dtype`={prev_grad_dtype!r}", "None")
     if not keep_prev_grad:
         checks.constant_or_schedule(gamma)
+    partition.check_spec(weight_dimension_numbers)
     mode = correction if keep_prev_grad else "none"
     source = previous.PreviousGradient(gamma, b1, mode, first_step, prev_grad_dtype)
     is_matrix_rule = matrix_directions is not None

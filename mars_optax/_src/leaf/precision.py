@@ -10,12 +10,14 @@ def compute_dtype(*arrays: Any) -> jnp.dtype:
     """The real dtype in which these arrays are worked on: at least float32."""
     # Not by JAX's promotion, which has no rule for 8-bit floats, and none at all if it is strict.
     is_double = any(jnp.result_type(x) in (jnp.float64, jnp.complex128) for x in arrays)
-    return jnp.dtype(jnp.float64 if is_double else jnp.float32)
+    dtype: jnp.dtype = jnp.dtype(jnp.float64 if is_double else jnp.float32)
+    return dtype
 
 
 def _complex_of(dtype: Any) -> jnp.dtype:
     """The complex dtype whose parts are at least as wide as the real `dtype`."""
-    return jnp.dtype(jnp.complex128 if dtype == jnp.float64 else jnp.complex64)
+    wide: jnp.dtype = jnp.dtype(jnp.complex128 if dtype == jnp.float64 else jnp.complex64)
+    return wide
 
 
 def widen(x: Any, dtype: Any = None) -> jax.Array:

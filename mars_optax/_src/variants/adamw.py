@@ -83,7 +83,8 @@ def scale_by_mars(
       \tilde c_t = c_t \min(1, \mathrm{max\_norm} / \lVert c_t \rVert_2) \\
       m_t &= \beta_1 m_{t-1} + (1-\beta_1) \tilde c_t, \qquad
       v_t = \beta_2 v_{t-1} + (1-\beta_2) |\tilde c_t|^2 \\
-      u_t &= \frac{m_t / (1-\beta_1^t)}{\sqrt{v_t / (1-\beta_2^t) + \varepsilon_\mathrm{root}} + \varepsilon}
+      u_t &= \frac{m_t / (1-\beta_1^t)}
+        {\sqrt{v_t / (1-\beta_2^t) + \varepsilon_\mathrm{root}} + \varepsilon}
 
     The norm is each matrix's own: that of a leaf, or of each slice along declared batch axes. The
     direction :math:`u_t` has the sign of the gradient and the gradient's dtype, as that of
@@ -108,7 +109,8 @@ def scale_by_mars(
       correction: ``"approx"``, the gradient of the previous step; ``"exact"``, that of this step's
         batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
         ``f(previous_params)`` (the state keeps these in place of the previous gradient, and
-        `params` is required); or ``"none"``.
+        `params` is required); or ``"none"``. As in every chain of Optax, extra arguments that a
+        transformation does not use are left to others: the other modes do not call `grad_fn`.
       first_step: ``"zeros"`` or ``"no_correction"``, see above.
       amsgrad: Whether the largest :math:`v` so far takes the place of :math:`v_t`: the raw one, as
         in the reference code, where :func:`optax.amsgrad` takes that after bias correction.

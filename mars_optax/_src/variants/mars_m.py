@@ -92,7 +92,7 @@ def scale_by_mars_m(
         every leaf is a matrix (in, out) of rank 2.
       implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
         ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
-      ns_steps: Number of iterations, an integer >= 0.
+      ns_steps: Number of iterations, an integer >= 0. 0 leaves the matrix over its Frobenius norm.
       ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
       ns_dtype: The dtype of the iteration.
       ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
@@ -199,7 +199,7 @@ def mars_m(
       weight_decay: :math:`\lambda` of the matrices, a number or a schedule. It is multiplied by the
         learning rate alone, not by the factor of the matrix's shape.
       mask: Which leaves decay, as in :func:`mars`.
-      ns_steps: Number of Newton-Schulz iterations, an integer >= 0.
+      ns_steps: Number of Newton-Schulz iterations, an integer >= 0; 0 leaves the normalized matrix.
       ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
       ns_dtype: The dtype of the iteration.
       ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.

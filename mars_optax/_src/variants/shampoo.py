@@ -93,7 +93,7 @@ def scale_by_mars_shampoo(
         ``params -> tree``. None: every leaf is a matrix (in, out) of rank 2.
       implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
         ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
-      ns_steps: Number of iterations, an integer >= 0.
+      ns_steps: Number of iterations, an integer >= 0. 0 leaves the matrix over its Frobenius norm.
       ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
       ns_dtype: The dtype of the iteration.
       ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
@@ -207,7 +207,7 @@ def mars_shampoo(
       mask: Which leaves decay, as in :func:`mars`.
       b2: Decay rate, in [0, 1), of the second moment of the other leaves under `optimize_1d`.
       eps: Epsilon >= 0 of the orthogonalization, and of the other leaves.
-      ns_steps: Number of Newton-Schulz iterations, an integer >= 0.
+      ns_steps: Number of Newton-Schulz iterations, an integer >= 0; 0 leaves the normalized matrix.
       ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
       ns_dtype: The dtype of the iteration.
       ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
