@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from mars_optax._src import checks, fused, manual, partition, previous, run, types
+from mars_optax._src import checks, fused, manual, named, partition, previous, run, types
 from mars_optax._src.kernels import execute
 from mars_optax._src.leaf import precision
 
@@ -19,17 +19,6 @@ class PreviousParamsState(NamedTuple):
 
     prev_params: optax.Params  # dtype=the parameter's
     inner_state: optax.OptState
-
-
-class Optimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-    """An optimizer that can also make the new parameters itself.
-
-    Attributes:
-      fused_step: ``(updates, state, params, extra_args) -> (new parameters, new state)``; None in
-        one that cannot, or was made anew of another's `init` and `update`.
-    """
-
-    fused_step: Callable[..., tuple[Any, Any]] | None = None
 
 
 def optimizer(
@@ -46,7 +35,7 @@ def optimizer(
     weight_dimension_numbers: types.WeightDimensionNumbers,
     default: partition.DefaultRule,
     implementation: types.Implementation | None = "xla",
-) -> Optimizer:
+) -> named.Transformation:
     """Gives matrices and vectors their rule, their decay and their learning rate.
 
     Args:
@@ -196,7 +185,7 @@ def optimizer(
             return chains["matrix"].step(*arguments)
         return fused.step_partition(chains, labels, *arguments)
 
-    result = Optimizer(init_fn, update_fn)
+    result = named.Transformation(init_fn, update_fn)
     if not hands_over:
         result.fused_step = step_fn
     return result

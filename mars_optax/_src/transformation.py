@@ -7,19 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, partition, previous, run, types
+from mars_optax._src import checks, manual, named, partition, previous, run, types
 from mars_optax._src.leaf import quantization
-
-
-class Rule(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-    """A transformation that can also make new parameters, by what follows the directions.
-
-    Attributes:
-      step: ``(updates, state, finish, extra_args) -> (new parameters, new state)``; None in one
-        that was made anew of another's `init` and `update`.
-    """
-
-    step: Callable[..., tuple[Any, Any]] | None = None
 
 
 def variance_reduced(  # noqa: D417 (the others are told of where users read)
@@ -39,7 +28,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
     weight_dimension_numbers: types.WeightDimensionNumbers,
     implementation: types.Implementation | None,
     matrix_directions: Callable[[Any, Any, Any], Any] | None = None,
-) -> Rule:
+) -> named.Transformation:
     """Builds a variant's transformation.
 
     The arguments not told of here are those of the same name of the public functions.
@@ -147,7 +136,6 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
     ) -> tuple[optax.Params, Any]:
         return advance(updates, state, finish.params, extra_args, implementation, finish)
 
-    rule = Rule(init_fn, update_fn)
-    # By contract a tuple of two functions: a third one is an attribute.
+    rule = named.Transformation(init_fn, update_fn)
     rule.step = step_fn
     return rule

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, run, states
+from mars_optax._src import checks, manual, named, run, states
 from mars_optax._src.leaf import precision
 
 
+@named.named
 def cautious(
     inner: optax.GradientTransformation, *, rescale: Literal["mean", "count", "none"] = "mean"
 ) -> optax.GradientTransformationExtraArgs:
@@ -87,6 +88,7 @@ def cautious(
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
+@named.named
 def ignore_absent_gradients(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "leaf.quantization",
         "leaf.root",
     ),
-    ("checks", "trees", "types"),
+    ("checks", "named", "trees", "types"),
     ("partition", "kernels.rewrite", "kernels.shards", "kernels.tiling", "kernels.transforms"),
     ("kernels.mosaic_gpu", "kernels.mosaic_tpu"),
     ("kernels.execute", "manual"),

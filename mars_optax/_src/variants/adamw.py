@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import assembly, checks, partition, previous, transformation, types
+from mars_optax._src import assembly, checks, named, partition, previous, transformation, types
 from mars_optax._src.leaf import precision
 from mars_optax._src.leaf.correction import corrected_gradient
 from mars_optax._src.leaf.momentum import bias_correction, momentum_step
@@ -56,6 +56,7 @@ def adamw_step(
     return momentum / mu_correction / (root(nu_hat + eps_root) + eps), mu, nu, nu_max
 
 
+@named.named
 def scale_by_mars(
     b1: jax.typing.ArrayLike = 0.95,
     b2: jax.typing.ArrayLike = 0.99,
@@ -243,6 +244,7 @@ def vector_adamw(
     )
 
 
+@named.named
 def mars(
     learning_rate: types.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.95,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import assembly, checks, partition, previous, transformation, types
+from mars_optax._src import assembly, checks, named, partition, previous, transformation, types
 from mars_optax._src.leaf.momentum import momentum_step
 from mars_optax._src.variants import adamw
 
@@ -28,6 +28,7 @@ def lion_step(*arrays: Any, **scalars: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.sign(momentum), mu
 
 
+@named.named
 def scale_by_mars_lion(
     b1: jax.typing.ArrayLike = 0.95,
     gamma: types.ScalarOrSchedule = 0.025,
@@ -120,6 +121,7 @@ def scale_by_mars_lion(
     )
 
 
+@named.named
 def mars_lion(
     learning_rate: types.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.95,

@@ -9,6 +9,7 @@ import optax
 from mars_optax._src import (
     assembly,
     checks,
+    named,
     orthogonalize,
     partition,
     previous,
@@ -30,6 +31,7 @@ class ScaleByMarsMState(NamedTuple):
     prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
 
 
+@named.named
 def scale_by_mars_m(
     b1: jax.typing.ArrayLike = 0.95,
     gamma: types.ScalarOrSchedule = 0.025,
@@ -149,6 +151,7 @@ def scale_by_mars_m(
     )
 
 
+@named.named
 def mars_m(
     learning_rate: types.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.95,

@@ -6,7 +6,16 @@ from typing import Any
 import jax
 import optax
 
-from mars_optax._src import assembly, checks, links, partition, previous, transformation, types
+from mars_optax._src import (
+    assembly,
+    checks,
+    links,
+    named,
+    partition,
+    previous,
+    transformation,
+    types,
+)
 from mars_optax._src.leaf import precision
 from mars_optax._src.leaf.momentum import bias_correction
 from mars_optax._src.leaf.root import root
@@ -38,6 +47,7 @@ def nadam_step(
     return momentum / (root(nu / nu_correction + eps_root) + eps), mu, nu, nu_max
 
 
+@named.named
 def storm_adamw(
     learning_rate: types.ScalarOrSchedule,
     gamma: types.ScalarOrSchedule = 0.025,
