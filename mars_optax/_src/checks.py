@@ -40,8 +40,8 @@ def learning_rate(name: str, value: Any) -> None:
     scalar_or_schedule(name, value)
     if _is_number(value) and not value >= 0:
         raise ValueError(
-            f"`{name}`: expected a number >= 0, got {value!r}. Updates are to be added and have "
-            "their sign already; to maximize, pass the gradients of minus the objective."
+            f"`{name}`: expected a number >= 0, got {value!r}. Pass a positive one: updates "
+            "have their sign already. To maximize, pass the gradients of minus the objective."
         )
 
 
@@ -368,7 +368,7 @@ def _same_leaves(subject: str, got: Any, wanted: Any, where: str, advice: str) -
     if not missing + spare and any(map(_is_of_nnx, (got, wanted))):
         raise ValueError(
             f"{subject}: expected a tree of the structure of {where}, got a `{type(got).__name__}` "
-            f"for a `{type(wanted).__name__}`. Train with `nnx.Optimizer(model, tx, "
+            f"for a `{type(wanted).__name__}`. Use `nnx.Optimizer(model, tx, "
             "wrt=nnx.Param)`, or give `tx.init` and `tx.update` the `nnx.state(model, nnx.Param)` "
             "whose gradients `nnx.grad` returns."
         )

@@ -294,9 +294,9 @@ def dimension_numbers_by_path(
       >>> rules = mars_optax.dimension_numbers_by_path(
       ...     [("embed", None), ("blocks/kernel", MuonDimensionNumbers(1, 2)), ("bias$", None)]
       ... )
-      >>> tx = mars_optax.mars_m(0.1, weight_dimension_numbers=rules)
-      >>> print(mars_optax.describe(params, tx))
-      mars_m(learning_rate=0.1, weight_dimension_numbers=dimension_numbers_by_path.dimension_numbers)
+      >>> tx = mars_optax.mars_m(1e-2, weight_dimension_numbers=rules)
+      >>> print(mars_optax.describe(params, tx))  # doctest: +ELLIPSIS
+      mars_m(learning_rate=0.01, weight_dimension_numbers=...)
       leaf           shape     dtype    rule    axes                state bytes
       blocks/bias    (3, 8)    float32  vector  -                           192
       blocks/kernel  (3, 8, 8) float32  matrix  in=1 out=2 batch=0         1536
