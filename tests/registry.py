@@ -101,7 +101,7 @@ class Entry:
 
     def evaluates(self) -> bool:
         """Whether it evaluates gradients at the previous parameters."""
-        return hasattr(self.factory, "__wrapped__")
+        return hasattr(self.factory, "evaluates")
 
 
 def _lr_schedule(count: Any) -> Any:
@@ -128,6 +128,7 @@ def _with_grad_fn(factory: Callable[..., Any]) -> Callable[..., Any]:
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 
+    build.evaluates = True
     return build
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from mars_optax._src import checks, fused, manual, partition, previous, run, types
+from mars_optax._src import checks, fused, manual, named, partition, previous, run, types
 from mars_optax._src.kernels import execute
 from mars_optax._src.leaf import precision
 
@@ -19,17 +19,6 @@ class PreviousParamsState(NamedTuple):
 
     prev_params: optax.Params  # dtype=the parameter's
     inner_state: optax.OptState
-
-
-class Optimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-    """An optimizer that can also make the new parameters itself.
-
-    Attributes:
-      fused_step: ``(updates, state, params, extra_args) -> (new parameters, new state)``; None in
-        one that cannot, or was made anew of another's `init` and `update`.
-    """
-
-    fused_step: Callable[..., tuple[Any, Any]] | None = None
 
 
 def optimizer(
@@ -46,7 +35,7 @@ def optimizer(
     weight_dimension_numbers: types.WeightDimensionNumbers,
     default: partition.DefaultRule,
     implementation: types.Implementation | None = "xla",
-) -> Optimizer:
+) -> named.Transformation:
     """Gives matrices and vectors their rule, their decay and their learning rate.
 
     Args:
@@ -65,13 +54,14 @@ def optimizer(
       default: That rule by a leaf's rank, where `weight_dimension_numbers` is None.
       implementation: What executes the rules, see :func:`execute.elementwise`.
     """
-    checks.scalar_or_schedule("learning_rate", learning_rate)
+    checks.learning_rate("learning_rate", learning_rate)
     checks.scalar_or_schedule("weight_decay", weight_decay)
     if learning_rate_1d is None:
         learning_rate_1d = learning_rate
     if weight_decay_1d is None:
         weight_decay_1d = weight_decay
-    checks.scalar_or_schedule("learning_rate_1d", learning_rate_1d)
+    checks.learning_rate("learning_rate_1d", learning_rate_1d)
+    partition.check_spec(weight_dimension_numbers)
     checks.scalar_or_schedule("weight_decay_1d", weight_decay_1d)
     scalars = {
         "matrix": {"weight_decay": weight_decay, "learning_rate": learning_rate},
@@ -84,7 +74,7 @@ def optimizer(
     matrix_rule(weight_dimension_numbers=None, correction=correction)
     # `grad_fn` wants all parameters: where no single rule sees them, the optimizer keeps them.
     hands_over = correction == "exact" and vector_rule is not None
-    inner_correction = previous.HANDED_OVER if hands_over else correction
+    inner_correction = previous.Mode.HANDED_OVER if hands_over else correction
     vector = None if vector_rule is None else vector_rule(correction=inner_correction)
 
     def chains_for(tree: Any) -> tuple[dict[str, fused.Chain], Any]:
@@ -106,7 +96,7 @@ def optimizer(
 
     def decay_mask_for(tree: Any) -> Any:
         # The placeholder of `optax.tree.map_params` has no leaves, and is its own mask.
-        if checks.is_tree_function(mask):
+        if checks.is_tree_function(mask, tree):
             return mask(tree) if jax.tree.leaves(tree) else tree
         return mask
 
@@ -137,8 +127,9 @@ def optimizer(
             checks.chain_state(chain_state, scalars[label], mask is not None, name)
 
     def init_fn(params: optax.Params) -> optax.OptState:
+        checks.inexact_leaves(params)
         state = chain_for(params).init(params)
-        return PreviousParamsState(previous.copies(params), state) if hands_over else state
+        return PreviousParamsState(previous.copies(params, params), state) if hands_over else state
 
     def update_fn(
         updates: optax.Updates,
@@ -147,7 +138,10 @@ def optimizer(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.needs_params(params, name, decays)
-        if params is not None:
+        if params is None:
+            checks.arrays(updates, "Gradient")
+        else:
+            checks.arrays(params, "Parameter")
             checks.gradients(updates, params, "`params`")
         # Without decay nothing reads the parameters but the dtypes of the result.
         like = updates if params is None else params
@@ -191,7 +185,7 @@ def optimizer(
             return chains["matrix"].step(*arguments)
         return fused.step_partition(chains, labels, *arguments)
 
-    result = Optimizer(init_fn, update_fn)
+    result = named.Transformation(init_fn, update_fn)
     if not hands_over:
         result.fused_step = step_fn
     return result

@@ -31,8 +31,18 @@ def _numeric(name: str, value: Any, *, or_schedule: bool = False) -> None:
 
 
 def scalar_or_schedule(name: str, value: Any) -> None:
-    """A learning rate, a weight decay, or gamma: any number is allowed."""
+    """A weight decay, or gamma: any number is allowed."""
     _numeric(name, value, or_schedule=True)
+
+
+def learning_rate(name: str, value: Any) -> None:
+    """A learning rate: a number that is negative would climb, and let decay grow the parameters."""
+    scalar_or_schedule(name, value)
+    if _is_number(value) and not value >= 0:
+        raise ValueError(
+            f"`{name}`: expected a number >= 0, got {value!r}. Pass a positive one: updates "
+            "have their sign already. To maximize, pass the gradients of minus the objective."
+        )
 
 
 def decay_rate(name: str, value: Any) -> None:
@@ -185,6 +195,7 @@ def same_shapes(name: str, got: Any, like: Any, where: str, advice: str) -> None
       where: What that is, for errors.
       advice: What to do, for errors.
     """
+    arrays(got, f"`{name}`: leaf")
     _same_leaves(f"`{name}`", got, like, where, advice)
     leaves = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(like), strict=True)
     for (path, leaf), other in leaves:
@@ -198,13 +209,37 @@ def same_shapes(name: str, got: Any, like: Any, where: str, advice: str) -> None
 def inexact_leaves(params: Any, what: str = "Parameter") -> None:
     """Parameters are real or complex floating-point numbers; anything else has no gradient."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        dtype = jnp.result_type(leaf)
+        dtype = _dtype(leaf, what, path)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"{what} '{path_string(path)}': expected a real or complex floating-point "
-                f"array, got dtype {dtype}. Leave it out of the parameters, or mask it out with "
-                "`optax.masked` or `optax.partition`."
+                f"array, got dtype {dtype}. {_LEAF_ADVICE}"
             )
+
+
+def arrays(tree: Any, what: str) -> None:
+    """The leaves of a tree are arrays, or have a shape and a dtype that JAX knows."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        _dtype(leaf, what, path)
+
+
+def _dtype(leaf: Any, what: str, path: tuple[Any, ...]) -> Any:
+    """The dtype of a leaf, which has to be an array: strings and types name a dtype, too."""
+    try:
+        if isinstance(leaf, int | float | complex) or jnp.shape(leaf) == tuple(leaf.shape):
+            return jnp.result_type(leaf)
+    except (TypeError, AttributeError):
+        pass
+    raise TypeError(
+        f"{what} '{path_string(path)}': expected an array, got {leaf!r}. {_LEAF_ADVICE}"
+    )
+
+
+_LEAF_ADVICE = (
+    "Leave it out of the parameters, for example with `equinox.filter(model, "
+    "equinox.is_inexact_array)` or `flax.nnx.state(model, flax.nnx.Param)`, or mask it out with "
+    "`optax.masked` or `optax.partition`."
+)
 
 
 def gradients(updates: Any, like: Any, where: str) -> None:
@@ -220,12 +255,12 @@ def gradients(updates: Any, like: Any, where: str) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(updates)
     for (path, leaf), other in zip(leaves, jax.tree.leaves(like), strict=True):
         subject = f"Gradient '{path_string(path)}'"
+        dtype = _dtype(leaf, "Gradient", path)
         if jnp.shape(leaf) != jnp.shape(other):
             raise ValueError(
                 f"{subject}: expected shape {jnp.shape(other)}, as in {where}, got "
                 f"{jnp.shape(leaf)}. {advice}"
             )
-        dtype = jnp.result_type(leaf)
         is_real = not jnp.issubdtype(jnp.result_type(other), jnp.complexfloating)
         if not jnp.issubdtype(dtype, jnp.floating if is_real else jnp.inexact):
             kind = "a real" if is_real else "a real or complex"
@@ -330,11 +365,23 @@ def _same_leaves(subject: str, got: Any, wanted: Any, where: str, advice: str) -
     )
     missing = [f"no leaf '{path}'" for path in others if path not in mine]
     spare = [f"a further leaf '{path}'" for path in mine if path not in others]
+    if not missing + spare and any(map(_is_of_nnx, (got, wanted))):
+        raise ValueError(
+            f"{subject}: expected a tree of the structure of {where}, got a `{type(got).__name__}` "
+            f"for a `{type(wanted).__name__}`. Use `nnx.Optimizer(model, tx, "
+            "wrt=nnx.Param)`, or give `tx.init` and `tx.update` the `nnx.state(model, nnx.Param)` "
+            "whose gradients `nnx.grad` returns."
+        )
     nodes = f"{jax.tree.structure(got)} and not {jax.tree.structure(wanted)}"
     difference = next(iter(missing + spare), nodes)
     raise ValueError(
         f"{subject}: expected a tree of the structure of {where}, got {difference}. {advice}"
     )
+
+
+def _is_of_nnx(tree: Any) -> bool:
+    """Whether a tree is a module or a state of Flax NNX, which need not be there."""
+    return any(kind.__module__.startswith("flax.nnx") for kind in type(tree).__mro__)
 
 
 def needs_params(params: Any, name: str, decays: dict[str, Any]) -> None:
@@ -357,14 +404,13 @@ def path_string(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def is_tree_function(value: Any) -> TypeGuard[Callable[[Any], Any]]:
-    """Whether `value` is a function of a tree, rather than a tree that happens to be callable.
+def is_tree_function(value: Any, tree: Any) -> TypeGuard[Callable[[Any], Any]]:
+    """Whether `value` is a function of `tree`, rather than a tree like it that can be called.
 
-    Equinox modules are trees and may be callable; a function is a leaf.
+    Equinox modules are trees and may be callable. So may be functions: `jax.tree_util.Partial`, and
+    what Equinox makes of a closure. But these are not of the type of the parameters.
     """
-    if isinstance(value, jax.tree_util.Partial):
-        return True
-    return callable(value) and jax.tree_util.treedef_is_leaf(jax.tree.structure(value))
+    return callable(value) and type(value) is not type(tree)
 
 
 def coefficients(value: Any, steps: Any, presets: dict[str, Any], prefix: str = "ns_") -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from mars_optax._src import checks, partition
+from mars_optax._src import checks, named, partition
 
 
 class LeafDescription(NamedTuple):
@@ -42,12 +42,14 @@ class Description:
       counts: How many parameters each rule has.
       param_bytes: Bytes of all parameters.
       state_bytes: Bytes of the whole state, counters included.
+      optimizer: What the optimizer shows of itself; empty where it is one of Optax's wrappers.
     """
 
     leaves: tuple[LeafDescription, ...]
     counts: dict[str, int]
     param_bytes: int
     state_bytes: int
+    optimizer: str = ""
 
     def __str__(self) -> str:
         header = ("leaf", "shape", "dtype", "rule", "axes", "state bytes")
@@ -62,7 +64,7 @@ class Description:
         ]
         counts = ", ".join(f"{count} {rule}" for rule, count in self.counts.items())
         total = f"parameters {self.param_bytes} bytes, state {self.state_bytes} bytes"
-        return "\n".join([*lines, f"total: {counts}; {total}"])
+        return "\n".join([*filter(None, [self.optimizer]), *lines, f"total: {counts}; {total}"])
 
 
 def describe(params: optax.Params, tx: optax.GradientTransformation) -> Description:
@@ -91,12 +93,14 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
       >>> import mars_optax
       >>> params = {"kernel": jnp.zeros((8, 4)), "bias": jnp.zeros(4)}
       >>> print(mars_optax.describe(params, mars_optax.mars(1e-3)))
+      mars(learning_rate=0.001)
       leaf   shape  dtype   rule   axes       state bytes
       bias   (4,)   float32 vector -                   32
       kernel (8, 4) float32 matrix in=0 out=1         384
       total: 1 matrix, 1 vector, 0 frozen; parameters 144 bytes, state 424 bytes
     """
     checks.transformation("tx", tx)
+    checks.arrays(params, "Parameter")
     with partition.recorded_axes() as axes:
         # A new function each time: from its cache, `eval_shape` would not call `init` again.
         state = jax.eval_shape(lambda p: tx.init(p), params)
@@ -143,6 +147,7 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
         },
         param_bytes=sum(_nbytes(leaf) for _, leaf in flat),
         state_bytes=state_bytes,
+        optimizer=repr(tx) if isinstance(tx, named.Transformation) else "",
     )
 
 

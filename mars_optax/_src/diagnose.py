@@ -8,6 +8,7 @@ import optax
 
 from mars_optax._src import checks, states, types
 from mars_optax._src.leaf import correction, precision
+from mars_optax._src.leaf.root import root
 
 
 def diagnose(
@@ -74,6 +75,7 @@ def diagnose(
     checks.scalar_or_schedule("gamma", gamma)
     checks.decay_rate("b1", b1)
     checks.max_norm(max_norm)
+    checks.arrays(grads, "Gradient")
     by_path = dict(jax.tree_util.tree_leaves_with_path(grads))
     zero = jnp.zeros([], jnp.float32)
     g_g = p_p = g_p = d_d = c_c = clipped = zero
@@ -91,15 +93,15 @@ def diagnose(
             g_g, p_p, g_p = g_g + _inner(g, g), p_p + _inner(p, p), g_p + _inner(g, p)
             d_d, c_c = d_d + _inner(added, added), c_c + squares
             if max_norm is not None:
-                clipped += jnp.sqrt(squares) > max_norm
+                clipped += (root(squares) > max_norm).astype(jnp.float32)
     if not leaves:
         norms = [_inner(_float32(g), _float32(g)) for g in by_path.values()]
-        return {"gradient_norm": jnp.sqrt(sum(norms, start=zero))}
+        return {"gradient_norm": root(sum(norms, start=zero))}
     measures = {
-        "gradient_norm": jnp.sqrt(g_g),
-        "corrected_norm": jnp.sqrt(c_c),
-        "cosine": _ratio(g_p, jnp.sqrt(g_g) * jnp.sqrt(p_p)),
-        "correction_share": _ratio(jnp.sqrt(d_d), jnp.sqrt(c_c)),
+        "gradient_norm": root(g_g),
+        "corrected_norm": root(c_c),
+        "cosine": _ratio(g_p, root(g_g) * root(p_p)),
+        "correction_share": _ratio(root(d_d), root(c_c)),
     }
     if max_norm is not None:
         measures["clip_fraction"] = clipped / leaves

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from mars_optax._src import checks, manual, run, types
+from mars_optax._src.leaf import precision
 
 _ABSENT: Final = optax.MaskedNode()
 
@@ -26,6 +27,11 @@ class Chain:
     rule: Any
     learning_rate: types.ScalarOrSchedule
     weight_decay: types.ScalarOrSchedule
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay"):
+            if not callable(getattr(self, name)):
+                object.__setattr__(self, name, precision.widen_scalar(getattr(self, name)))
 
     def link(self, decay_mask: Any) -> optax.GradientTransformationExtraArgs:
         """The same as links of Optax."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, partition, previous, run, trees, types
+from mars_optax._src import checks, manual, named, partition, previous, run, trees, types
 from mars_optax._src.leaf import clipping, precision
 
 
@@ -20,6 +20,7 @@ class CorrectGradientsState(NamedTuple):
     prev_corrected: optax.Updates | None  # c of STORM, dtype=prev_grad_dtype or the parameter's
 
 
+@named.named
 def correct_gradients(
     gamma: types.ScalarOrSchedule = 0.025,
     b1: jax.typing.ArrayLike = 0.95,
@@ -172,6 +173,7 @@ def correct_gradients(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@named.named
 def clip_by_leaf_norm(
     max_norm: jax.typing.ArrayLike | None = 1.0,
     *,
@@ -213,6 +215,7 @@ def clip_by_leaf_norm(
       Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, equation (3.5).
     """
     checks.max_norm(max_norm)
+    partition.check_spec(weight_dimension_numbers)
 
     def axes_of(tree: Any) -> Any:
         return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_from_rank_2)

@@ -147,7 +147,7 @@ def orthogonalize(
     Args:
       x: A real or complex matrix (in, out) of rank 2, or an array of any rank with
         `weight_dimension_numbers`. The transpose of `x` gives the transposed result.
-      steps: Number of iterations, >= 0.
+      steps: Number of iterations, >= 0; with 0 the result is :math:`X_0`.
       coeffs: ``"quintic"``, that is (3.4445, -4.7750, 2.0315); ``"polar_express"``, whose steps
         differ and whose last one converges; one triple (a, b, c); or one triple per step.
       dtype: The dtype of the iteration; complex matrices are iterated in at least complex64.

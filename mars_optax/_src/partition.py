@@ -114,7 +114,7 @@ def resolve_axes(spec: types.WeightDimensionNumbers, params: Any, default: Defau
     # leaves.
     if not jax.tree.leaves(params):
         return params
-    if checks.is_tree_function(spec):
+    if checks.is_tree_function(spec, params):
         spec = spec(params)
 
     def of_subtree(path: tuple[Any, ...], spec: Any, subtree: Any) -> Any:
@@ -129,19 +129,28 @@ def resolve_axes(spec: types.WeightDimensionNumbers, params: Any, default: Defau
             lambda path, leaf: axes_of_leaf(spec, jnp.shape(leaf), path, is_named=False), params
         )
     try:
-        return jax.tree_util.tree_map_with_path(of_subtree, spec, params, is_leaf=_is_spec)
-    except _MismatchError:
-        raise
+        jax.tree.map(lambda *_: None, spec, params, is_leaf=_is_spec)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             "`weight_dimension_numbers`: expected a tree with the structure of the parameters, or "
             f"a prefix of it, got another one: {_first_difference(spec, params)}. Give every leaf "
             "a `MuonDimensionNumbers`, or None where it is no matrix."
         ) from error
+    return jax.tree_util.tree_map_with_path(of_subtree, spec, params, is_leaf=_is_spec)
 
 
-class _MismatchError(ValueError):
-    """A specification that does not fit its leaf."""
+def check_spec(spec: types.WeightDimensionNumbers) -> None:
+    """Raises where `weight_dimension_numbers` is neither a function nor a tree of specs."""
+    if callable(spec):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(spec, is_leaf=_is_spec):
+        if not _is_spec(leaf):
+            where = f" at '{checks.path_string(path)}'" if path else ""
+            raise TypeError(
+                "`weight_dimension_numbers`: expected a `MuonDimensionNumbers`, a tree of them "
+                f"and None, or a function of the parameters, got {leaf!r}{where}. Pass "
+                "`optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis)`."
+            )
 
 
 def _is_spec(x: Any) -> bool:
@@ -157,19 +166,19 @@ def axes_of_leaf(
     if spec is None or (ndim < 2 and not is_named):
         return vector_axes(ndim)
     if not isinstance(spec, MuonDimensionNumbers):
-        raise _MismatchError(
+        raise ValueError(
             f"{where}: expected a `MuonDimensionNumbers` or None, got {spec!r}. Pass "
             "`optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis)`."
         )
     if ndim < 2:
-        raise _MismatchError(
+        raise ValueError(
             f"{where}: expected None, since a leaf of rank {ndim} is no matrix, got {spec}. Pass "
             "None for this leaf."
         )
     reduction = _normalized(spec.reduction_axis, ndim, f"{where}: `reduction_axis`")
     output = _normalized(spec.output_axis, ndim, f"{where}: `output_axis`")
     if set(reduction) & set(output):
-        raise _MismatchError(
+        raise ValueError(
             f"{where}: expected reduction and output axes without an overlap, got {spec}. Name "
             "each axis once."
         )
@@ -182,7 +191,7 @@ def _normalized(axes: Any, ndim: int, where: str) -> tuple[int, ...]:
     sequence = axes if isinstance(axes, Sequence) else (axes,)
     fits = all(_is_index(i) and -ndim <= i < ndim for i in sequence)
     if not fits or not sequence or len({i % ndim for i in sequence}) != len(sequence):
-        raise _MismatchError(
+        raise ValueError(
             f"{where}: expected one axis or several distinct ones, each in [{-ndim}, {ndim}), got "
             f"{axes!r}. Name axes that the leaf has."
         )
@@ -286,7 +295,8 @@ def dimension_numbers_by_path(
       ...     [("embed", None), ("blocks/kernel", MuonDimensionNumbers(1, 2)), ("bias$", None)]
       ... )
       >>> tx = mars_optax.mars_m(1e-2, weight_dimension_numbers=rules)
-      >>> print(mars_optax.describe(params, tx))
+      >>> print(mars_optax.describe(params, tx))  # doctest: +ELLIPSIS
+      mars_m(learning_rate=0.01, weight_dimension_numbers=...)
       leaf           shape     dtype    rule    axes                state bytes
       blocks/bias    (3, 8)    float32  vector  -                           192
       blocks/kernel  (3, 8, 8) float32  matrix  in=1 out=2 batch=0         1536

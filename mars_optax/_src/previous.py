@@ -1,6 +1,7 @@
 """Where the previous gradient of the correction comes from, and what the state keeps for it."""
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -11,9 +12,14 @@ import optax
 from mars_optax._src import checks, trees, types
 from mars_optax._src.leaf import correction, precision, quantization
 
-# The correction of a transformation whose previous gradients an optimizer around it hands over, as
-# the extra argument `prev_grad`: it evaluates `grad_fn` for all parameters, matrices and vectors.
-HANDED_OVER: Final = object()
+
+class Mode(enum.Enum):
+    """A correction that users cannot ask for. A member survives pickling, as an object does not."""
+
+    # An optimizer around the transformation hands the previous gradients over, as the extra
+    # argument `prev_grad`: it evaluates `grad_fn` for all parameters, matrices and vectors.
+    HANDED_OVER = enum.auto()
+
 
 # The fields that have one number for each row of a leaf.
 PER_ROW: Final = ("prev_grad_scale",)
@@ -27,7 +33,8 @@ class PreviousGradient:
       gamma: The scale of the correction, a number or a schedule.
       b1: The decay rate of the momentum, which the coefficient shares.
       mode: "approx", the gradient of the previous step (Remark 3.3 of the paper); "exact", that of
-        this batch at the previous parameters; "none", no correction; or `HANDED_OVER`.
+        this batch at the previous parameters; "none", no correction; or
+        `Mode.HANDED_OVER`.
       first_step: What the previous gradient of the first step is: "zeros", or "no_correction".
       dtype: The dtype of the buffer of "approx"; None is each parameter's own.
     """
@@ -60,7 +67,7 @@ class PreviousGradient:
         return {
             "prev_grad": zeros(params, self.dtype) if kept["prev_grad"] else None,
             "prev_grad_scale": scales(params, self.dtype) if kept["prev_grad_scale"] else None,
-            "prev_params": copies(params) if kept["prev_params"] else None,
+            "prev_params": copies(params, params) if kept["prev_params"] else None,
         }
 
     def coefficient(self, count: jax.Array) -> Any:
@@ -87,7 +94,9 @@ class PreviousGradient:
             prev_grad = extra_args["prev_grad"]
         if self.first_step == "zeros":
             # There are no previous parameters before the first step.
-            prev_grad = jax.tree.map(lambda g: jnp.where(state.count == 0, 0, g), prev_grad)
+            prev_grad = jax.tree.map(
+                lambda g: jnp.where(state.count == 0, precision.beside(0, g), g), prev_grad
+            )
         return prev_grad
 
     def advance(self, updates: optax.Updates, state: Any, params: Any) -> dict[str, Any]:
@@ -143,9 +152,9 @@ def zeros(params: optax.Params, dtype: Any = None, *, averages_squares: bool = F
 
 
 def _zeros_like(p: Any, dtype: Any = None) -> jax.Array:
-    """Zeros that lie on the devices as `p` does."""
+    """Zeros that lie on the devices as `p` does, but in their memory where `p` is in the host's."""
     zero = jnp.zeros_like(p, dtype=dtype)
-    if not isinstance(p, jax.core.Tracer):
+    if not isinstance(p, jax.core.Tracer) or precision.host_memory_of(p) is not None:
         return zero
     # Under jit on a mesh of automatic axes a constant would be whole on every device: the operand
     # that is never chosen tells the compiler where to put it.
@@ -153,10 +162,7 @@ def _zeros_like(p: Any, dtype: Any = None) -> jax.Array:
     return jnp.where(jnp.zeros_like(p, dtype=bool), like.astype(zero.dtype), zero)
 
 
-_SAME: Final = object()
-
-
-def copies(tree: Any, like: Any = _SAME) -> Any:
+def copies(tree: Any, like: Any) -> Any:
     """Copies of the leaves of `tree`, in the dtypes of `like`; None where `like` is None.
 
     Kept by reference, an eager gradient and the state would be one buffer, and donating both, or
@@ -164,5 +170,4 @@ def copies(tree: Any, like: Any = _SAME) -> Any:
     """
     if like is None:
         return None
-    like = tree if like is _SAME else like
     return jax.tree.map(lambda x, y: precision.copied(x, jnp.result_type(y)), tree, like)

@@ -7,19 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, partition, previous, run, types
+from mars_optax._src import checks, manual, named, partition, previous, run, types
 from mars_optax._src.leaf import quantization
-
-
-class Rule(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-    """A transformation that can also make new parameters, by what follows the directions.
-
-    Attributes:
-      step: ``(updates, state, finish, extra_args) -> (new parameters, new state)``; None in one
-        that was made anew of another's `init` and `update`.
-    """
-
-    step: Callable[..., tuple[Any, Any]] | None = None
 
 
 def variance_reduced(  # noqa: D417 (the others are told of where users read)
@@ -39,7 +28,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
     weight_dimension_numbers: types.WeightDimensionNumbers,
     implementation: types.Implementation | None,
     matrix_directions: Callable[[Any, Any, Any], Any] | None = None,
-) -> Rule:
+) -> named.Transformation:
     """Builds a variant's transformation.
 
     The arguments not told of here are those of the same name of the public functions.
@@ -55,7 +44,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         float32, the leaves' axes and their specs. With it, every leaf must be a matrix.
     """
     checks.max_norm(max_norm)
-    if correction is not previous.HANDED_OVER:
+    if not isinstance(correction, previous.Mode):
         checks.choice("correction", correction, ("approx", "exact", "none"))
     checks.choice("implementation", implementation, (None, "xla", "pallas"))
     checks.flag("keep_prev_grad", keep_prev_grad)
@@ -67,6 +56,7 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         checks.keeps_prev_grad(keep_prev_grad, f"`prev_grad_dtype`={prev_grad_dtype!r}", "None")
     if not keep_prev_grad:
         checks.constant_or_schedule(gamma)
+    partition.check_spec(weight_dimension_numbers)
     mode = correction if keep_prev_grad else "none"
     source = previous.PreviousGradient(gamma, b1, mode, first_step, prev_grad_dtype)
     is_matrix_rule = matrix_directions is not None
@@ -146,7 +136,6 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
     ) -> tuple[optax.Params, Any]:
         return advance(updates, state, finish.params, extra_args, implementation, finish)
 
-    rule = Rule(init_fn, update_fn)
-    # By contract a tuple of two functions: a third one is an attribute.
+    rule = named.Transformation(init_fn, update_fn)
     rule.step = step_fn
     return rule

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, run, states
+from mars_optax._src import checks, manual, named, run, states
 from mars_optax._src.leaf import precision
 
 
+@named.named
 def cautious(
     inner: optax.GradientTransformation, *, rescale: Literal["mean", "count", "none"] = "mean"
 ) -> optax.GradientTransformationExtraArgs:
@@ -87,6 +88,7 @@ def cautious(
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
+@named.named
 def ignore_absent_gradients(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
@@ -158,7 +160,7 @@ def ignore_absent_gradients(
             def on_leaf(path: tuple[Any, ...], new_leaf: Any, old_leaf: Any) -> Any:
                 if path not in absent:
                     return new_leaf
-                return jnp.where(absent[path], old_leaf, new_leaf)
+                return jnp.where(absent[path], precision.beside(old_leaf, new_leaf), new_leaf)
 
             kept = {
                 name: jax.tree_util.tree_map_with_path(

@@ -47,6 +47,8 @@ VALUES = (
     Bad("eps", -1e-8, ("-1e-08",)),
     Bad("eps", _NAN, ("nan",)),
     Bad("eps_1d", -1.0, ("-1.0",)),
+    Bad("eps_root", -1.0, ("-1.0",)),
+    Bad("eps_root_1d", -1.0, ("-1.0",)),
     Bad("max_norm", 0.0, ("0.0", "None")),
     Bad("max_norm", -1.0, ("-1.0",)),
     Bad("max_norm", _NAN, ("nan",)),

@@ -24,8 +24,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "leaf.newton_schulz",
         "leaf.precision",
         "leaf.quantization",
+        "leaf.root",
     ),
-    ("checks", "trees", "types"),
+    ("checks", "named", "trees", "types"),
     ("partition", "kernels.rewrite", "kernels.shards", "kernels.tiling", "kernels.transforms"),
     ("kernels.mosaic_gpu", "kernels.mosaic_tpu"),
     ("kernels.execute", "manual"),
@@ -50,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 BESIDE: frozenset[tuple[str, str]] = frozenset(
     {
         ("leaf.correction", "leaf.precision"),
+        ("leaf.clipping", "leaf.precision"),
         ("leaf.momentum", "leaf.correction"),
         ("leaf.newton_schulz", "leaf.precision"),
         ("leaf.quantization", "leaf.precision"),

@@ -19,6 +19,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -155,6 +156,11 @@ def _update(tx: Any, state_of: Any = None, grads: Any = None, **extra: Any) -> A
     return tx.update(params if grads is None else grads, state, params, **extra)
 
 
+def _nnx_state_for_a_module() -> Any:
+    module = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    return _mars(0.1).update(nnx.state(module), _mars(0.1).init(module), module)
+
+
 def _with_bias(bias: Any) -> Any:
     return {"layer": {"kernel": jnp.ones((3, 4)), "bias": bias}}
 
@@ -217,6 +223,20 @@ _BEGIN = "Pass the state of the same settings, or begin with `init`: [checkpoint
 _AXES = "Which axes are which: [matrices and axes](migrating.md#from-optaxcontribmuon)."
 
 EXAMPLES: tuple[Example, ...] = (
+    Example(
+        BUILT,
+        "A learning rate is negative.",
+        "Minus the objective is maximized by minus its gradients.",
+        "got -0.1",
+        _later(_mars, -0.1),
+    ),
+    Example(
+        BUILT,
+        "`weight_dimension_numbers` is neither a function nor a tree of axes.",
+        _AXES,
+        "got 'kernel'",
+        _later(_mars, 0.1, weight_dimension_numbers="kernel"),
+    ),
     Example(
         BUILT,
         "A learning rate, a weight decay or gamma is no number.",
@@ -390,6 +410,14 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         INIT,
+        "A parameter (a gradient, a leaf of updates) is no array, but a function, a string or a "
+        "tensor of another library.",
+        "A model holds more than its parameters ([libraries](frameworks.md)).",
+        "got 'gelu'",
+        lambda: _mars(0.1).init({"layer": {"kernel": jnp.ones((3, 4)), "activation": "gelu"}}),
+    ),
+    Example(
+        INIT,
         "`weight_dimension_numbers` has another structure than the parameters.",
         f"A prefix of the tree will do: one entry for a whole layer. {_AXES}",
         "got another one: leaf 'layer/bias' has no specification",
@@ -397,10 +425,10 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         INIT,
-        "A leaf's entry in `weight_dimension_numbers` is of another kind.",
+        "A leaf's entry in what `weight_dimension_numbers` returns is of another kind.",
         _AXES,
         "got 'matrix'",
-        lambda: _init({"layer": {"kernel": "matrix", "bias": None}}),
+        lambda: _init(lambda params: {"layer": {"kernel": "matrix", "bias": None}}),
     ),
     Example(
         INIT,
@@ -450,6 +478,13 @@ EXAMPLES: tuple[Example, ...] = (
         "The message names the first leaf that is missing, or not expected.",
         "got no leaf 'layer/bias'",
         lambda: _update(_mars(0.1), grads={"layer": {"kernel": jnp.ones((3, 4))}}),
+    ),
+    Example(
+        GRADS,
+        "A module of Flax NNX and a state of one are mixed.",
+        "`nnx.grad` returns a state, which does not fit a module ([libraries](frameworks.md)).",
+        "got a `State` for a `Linear`",
+        _nnx_state_for_a_module,
     ),
     Example(
         GRADS,

@@ -72,12 +72,14 @@ TOOLS: Final = "tests/test_tools.py"
 _CORRECTED: Final = "c = grad if prev_grad is None else grad + coefficient * (grad - prev_grad)"
 _COEFFICIENT: Final = "return gamma * b1 / (1 - b1)"
 _QUINTIC: Final = '"quintic": ((3.4445, -4.7750, 2.0315),),'
-_NORM: Final = "norm = jnp.sqrt(jnp.where(is_positive, squares, 1))"
-_CLIPPED: Final = "return jnp.where(is_positive & (norm > max_norm), max_norm / norm, 1)"
+_NORM: Final = "norm = jnp.sqrt(jnp.where(is_positive, squares, one))"
+_CLIPPED: Final = "return jnp.where(is_positive & (norm > max_norm), max_norm / norm, one)"
 _SQUARED: Final = (
     "squared = grad if nu_of_gradient else corrected_gradient(grad, prev_grad, coefficient, clip)"
 )
-_DIRECTION: Final = "return momentum / mu_correction / (jnp.sqrt(nu_hat) + eps), mu, nu, nu_max"
+_DIRECTION: Final = (
+    "return momentum / mu_correction / (root(nu_hat + eps_root) + eps), mu, nu, nu_max"
+)
 
 _LEAF: Final = (
     Mutant(
@@ -167,7 +169,7 @@ _LEAF: Final = (
         "clip_without_root",
         "leaf/clipping.py",
         _NORM,
-        "norm = jnp.where(is_positive, squares, 1)",
+        "norm = jnp.where(is_positive, squares, one)",
         "the squared norm is compared with the bound",
         (MARS_0,),
     ),
@@ -230,8 +232,8 @@ _LEAF: Final = (
     Mutant(
         "bias_correction_late",
         "leaf/momentum.py",
-        "return jnp.subtract(1, decay**count)",
-        "return jnp.subtract(1, decay ** (count + 1))",
+        "decay ** count.astype",
+        "decay ** (count + 1).astype",
         "bias corrections are one step ahead",
         (MARS_0,),
     ),
@@ -345,7 +347,7 @@ _LEAF: Final = (
     Mutant(
         "norm_unguarded_root",
         "leaf/newton_schulz.py",
-        "jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))",
+        "jnp.where(squares == 0, zero, jnp.sqrt(jnp.where(squares == 0, one, squares)))",
         "jnp.sqrt(squares)",
         "the root of the Frobenius norm has no guard at 0",
         (CORNERS + "::DerivativesTest",),
@@ -353,7 +355,7 @@ _LEAF: Final = (
     Mutant(
         "norm_unguarded_division",
         "leaf/newton_schulz.py",
-        "result = wide / jnp.where(norm > 0, norm, 1)",
+        "result = wide / jnp.where(norm > 0, norm, one)",
         "result = wide / norm",
         "a matrix of zeros is divided by 0 where eps is 0",
         (STACKS + "::IsolationTest::test_a_matrix_of_zeros_stays_one",),
@@ -393,8 +395,8 @@ _LEAF: Final = (
     Mutant(
         "compute_narrow",
         "leaf/precision.py",
-        "jnp.result_type(jnp.float32, *(d for d in dtypes if d.itemsize > 1))",
-        "jnp.result_type(jnp.bfloat16, *(d for d in dtypes if d.itemsize > 1))",
+        "jnp.dtype(jnp.float64 if is_double else jnp.float32)",
+        "jnp.dtype(jnp.float64 if is_double else jnp.bfloat16)",
         "bfloat16 is computed in bfloat16",
         (TYPES + "::test_stored_dtypes_are_the_documented_ones_mars",),
     ),
@@ -425,8 +427,8 @@ _LEAF: Final = (
     Mutant(
         "scalars_narrow",
         "leaf/precision.py",
-        "dtype = jnp.promote_types(x.dtype, jnp.float32)",
-        "dtype = x.dtype",
+        "x.astype(compute_dtype(x) if dtype is None else dtype)",
+        "x.astype(x.dtype if dtype is None else dtype)",
         "hyperparameters in bfloat16 stay in it",
         (
             CORNERS
@@ -460,7 +462,7 @@ _LEAF: Final = (
     Mutant(
         "scale_of_zeros",
         "leaf/quantization.py",
-        "scale = jnp.where(scale == 0, 1, scale)",
+        "scale = jnp.where(scale == 0, precision.beside(1, scale), scale)",
         "scale = scale + 0",
         "rows of zeros are divided by 0",
         (LOW + "::ScaleTest::test_rows_of_zeros_stay_zeros0",),
@@ -512,7 +514,7 @@ _STATE: Final = (
     Mutant(
         "exact_first_step",
         "previous.py",
-        "lambda g: jnp.where(state.count == 0, 0, g), prev_grad",
+        "lambda g: jnp.where(state.count == 0, precision.beside(0, g), g), prev_grad",
         "lambda g: g, prev_grad",
         "exact mode has no zeros before the first step",
         (EXACT + "::OracleTest",),
@@ -1035,7 +1037,7 @@ _VARIANTS: Final = (
         "eps_in_root",
         "variants/adamw.py",
         _DIRECTION,
-        _DIRECTION.replace("(jnp.sqrt(nu_hat) + eps)", "jnp.sqrt(nu_hat + eps)"),
+        _DIRECTION.replace("(root(nu_hat + eps_root) + eps)", "root(nu_hat + eps_root + eps)"),
         "eps is added inside the root",
         (MARS_0,),
     ),

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mars_optax._src.leaf import precision
+
 
 def squares(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """||x||^2 over `axes`, which are kept with length 1."""
@@ -18,6 +20,6 @@ def factor_of_squares(squares: jax.Array, max_norm: Any) -> jax.Array:
     overflows gives 0, and a NaN leaves the factor at 1, so that it stays where it is.
     """
     # A square root has no derivative at 0: take it of 1 there, and leave the factor at 1.
-    is_positive = squares > 0
-    norm = jnp.sqrt(jnp.where(is_positive, squares, 1))
-    return jnp.where(is_positive & (norm > max_norm), max_norm / norm, 1)
+    is_positive, one = squares > 0, precision.beside(1, squares)
+    norm = jnp.sqrt(jnp.where(is_positive, squares, one))
+    return jnp.where(is_positive & (norm > max_norm), max_norm / norm, one)

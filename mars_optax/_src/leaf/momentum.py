@@ -48,4 +48,4 @@ def bias_correction(decay: Any, count: jax.Array) -> jax.Array:
 
     Compiled: an eager power with a concrete exponent is compiled anew for every count.
     """
-    return jnp.subtract(1, decay**count)
+    return jnp.subtract(1, decay ** count.astype(jnp.result_type(decay)))

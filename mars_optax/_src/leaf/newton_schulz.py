@@ -46,10 +46,11 @@ def normalized(x: jax.Array, axes: tuple[int, ...], *, eps: Any, dtype: Any) -> 
     wide = precision.widen(x, real)
     squares = jnp.sum(jnp.real(wide * jnp.conj(wide)), axis=axes, keepdims=True)
     # A square root has no derivative at 0.
-    norm = jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
+    zero, one = (precision.beside(number, squares) for number in (0, 1))
+    norm = jnp.where(squares == 0, zero, jnp.sqrt(jnp.where(squares == 0, one, squares)))
     norm = norm + precision.widen_scalar(eps, real)
     # With eps = 0 a matrix of zeros stays one.
-    result = wide / jnp.where(norm > 0, norm, 1)
+    result = wide / jnp.where(norm > 0, norm, one)
     # There is no complex number of lower precision than complex64.
     return result if jnp.iscomplexobj(x) else result.astype(precision.available(dtype))
 
@@ -80,6 +81,8 @@ def _steps(
     x: jax.Array, table: jax.Array, steps: Any, matmul_precision: jax.lax.PrecisionLike
 ) -> jax.Array:
     identity = jnp.eye(x.shape[-2], dtype=precision.compute_dtype(x))
+    # Without a rank to be promoted, which JAX can be set to refuse.
+    identity = precision.beside(jnp.expand_dims(identity, tuple(range(x.ndim - 2))), x)
 
     def step(i: Any, x: jax.Array) -> jax.Array:
         a, b, c = table[jnp.minimum(i, len(table) - 1)]

@@ -8,13 +8,16 @@ import jax.numpy as jnp
 
 def compute_dtype(*arrays: Any) -> jnp.dtype:
     """The real dtype in which these arrays are worked on: at least float32."""
-    dtypes = [jnp.result_type(x) for x in arrays]
-    # An 8-bit float is promoted with nothing; float32 holds it.
-    return _real_part(jnp.result_type(jnp.float32, *(d for d in dtypes if d.itemsize > 1)))
+    # Not by JAX's promotion, which has no rule for 8-bit floats, and none at all if it is strict.
+    is_double = any(jnp.result_type(x) in (jnp.float64, jnp.complex128) for x in arrays)
+    dtype: jnp.dtype = jnp.dtype(jnp.float64 if is_double else jnp.float32)
+    return dtype
 
 
-def _real_part(dtype: Any) -> jnp.dtype:
-    return jnp.dtype(jnp.finfo(dtype).dtype)  # type: ignore[no-untyped-call]
+def _complex_of(dtype: Any) -> jnp.dtype:
+    """The complex dtype whose parts are at least as wide as the real `dtype`."""
+    wide: jnp.dtype = jnp.dtype(jnp.complex128 if dtype == jnp.float64 else jnp.complex64)
+    return wide
 
 
 def widen(x: Any, dtype: Any = None) -> jax.Array:
@@ -22,7 +25,7 @@ def widen(x: Any, dtype: Any = None) -> jax.Array:
     array = jnp.asarray(x)
     dtype = compute_dtype(array) if dtype is None else dtype
     if jnp.iscomplexobj(array):
-        dtype = jnp.promote_types(dtype, jnp.complex64)
+        dtype = _complex_of(dtype)
     return array.astype(dtype)
 
 
@@ -35,9 +38,19 @@ def widen_scalar(x: Any, dtype: Any = None) -> Any:
     if isinstance(x, bool | int | float):
         return x
     x = jnp.asarray(x)
-    if dtype is None:
-        dtype = jnp.promote_types(x.dtype, jnp.float32)
-    return x.astype(dtype)
+    return x.astype(compute_dtype(x) if dtype is None else dtype)
+
+
+def beside(x: Any, like: jax.Array) -> Any:
+    """The constant `x` in the memory of `like`: JAX does not choose or add across memories."""
+    host = host_memory_of(like)
+    return x if host is None else jax.device_put(jnp.asarray(x, jnp.result_type(like)), host)
+
+
+def host_memory_of(x: jax.Array) -> Any:
+    """The memory of the host, where an array is said to lie there by its type, else None."""
+    memory = getattr(jax.typeof(x), "memory_space", None)
+    return memory if getattr(memory, "name", None) == "Host" else None
 
 
 def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) -> jnp.dtype:
@@ -55,9 +68,7 @@ def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) 
     if dtype is None:
         return jnp.dtype(own)
     if jnp.issubdtype(own, jnp.complexfloating):
-        # No complex number is narrower than complex64, and 8-bit floats are promoted to nothing.
-        real = dtype if jnp.dtype(dtype).itemsize > 1 else jnp.float32
-        dtype = jnp.promote_types(real, jnp.complex64)
+        dtype = _complex_of(dtype)
     return available(dtype)
 
 

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import assembly, checks, partition, previous, transformation, types
+from mars_optax._src import assembly, checks, named, partition, previous, transformation, types
 from mars_optax._src.leaf import precision
 from mars_optax._src.leaf.correction import corrected_gradient
 from mars_optax._src.leaf.momentum import bias_correction, momentum_step
+from mars_optax._src.leaf.root import root
 
 
 class ScaleByMarsState(NamedTuple):
@@ -40,6 +41,7 @@ def adamw_step(
     mu_correction: Any,
     nu_correction: Any,
     nu_of_gradient: bool,
+    eps_root: Any = 0.0,
     next_gamma: Any = None,
 ) -> tuple[Any, ...]:
     """Lines 4 to 9 of Algorithm 2 of the paper, without learning rate and decay."""
@@ -51,9 +53,10 @@ def adamw_step(
     if nu_max is not None:
         nu_max = jnp.maximum(nu_max, nu)
     nu_hat = (nu if nu_max is None else nu_max) / nu_correction
-    return momentum / mu_correction / (jnp.sqrt(nu_hat) + eps), mu, nu, nu_max
+    return momentum / mu_correction / (root(nu_hat + eps_root) + eps), mu, nu, nu_max
 
 
+@named.named
 def scale_by_mars(
     b1: jax.typing.ArrayLike = 0.95,
     b2: jax.typing.ArrayLike = 0.99,
@@ -71,6 +74,7 @@ def scale_by_mars(
     keep_prev_grad: bool = True,
     weight_dimension_numbers: types.WeightDimensionNumbers = None,
     implementation: types.Implementation | None = None,
+    eps_root: jax.typing.ArrayLike = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates by the rule of MARS-AdamW, for every leaf alike.
 
@@ -80,7 +84,8 @@ def scale_by_mars(
       \tilde c_t = c_t \min(1, \mathrm{max\_norm} / \lVert c_t \rVert_2) \\
       m_t &= \beta_1 m_{t-1} + (1-\beta_1) \tilde c_t, \qquad
       v_t = \beta_2 v_{t-1} + (1-\beta_2) |\tilde c_t|^2 \\
-      u_t &= \frac{m_t / (1-\beta_1^t)}{\sqrt{v_t / (1-\beta_2^t)} + \varepsilon}
+      u_t &= \frac{m_t / (1-\beta_1^t)}
+        {\sqrt{v_t / (1-\beta_2^t) + \varepsilon_\mathrm{root}} + \varepsilon}
 
     The norm is each matrix's own: that of a leaf, or of each slice along declared batch axes. The
     direction :math:`u_t` has the sign of the gradient and the gradient's dtype, as that of
@@ -105,7 +110,8 @@ def scale_by_mars(
       correction: ``"approx"``, the gradient of the previous step; ``"exact"``, that of this step's
         batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
         ``f(previous_params)`` (the state keeps these in place of the previous gradient, and
-        `params` is required); or ``"none"``.
+        `params` is required); or ``"none"``. As in every chain of Optax, extra arguments that a
+        transformation does not use are left to others: the other modes do not call `grad_fn`.
       first_step: ``"zeros"`` or ``"no_correction"``, see above.
       amsgrad: Whether the largest :math:`v` so far takes the place of :math:`v_t`: the raw one, as
         in the reference code, where :func:`optax.amsgrad` takes that after bias correction.
@@ -129,6 +135,8 @@ def scale_by_mars(
         callable ``params -> tree``. None: each leaf is clipped as a whole.
       implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
         ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
+      eps_root: :math:`\varepsilon_\mathrm{root}` >= 0, inside the root. Derivatives through steps
+        are finite without it, too: where :math:`v_t` is 0, that of its root is taken for 0.
 
     Returns:
       A transformation with state :class:`ScaleByMarsState`. Complex leaves follow Optax: :math:`v`
@@ -164,6 +172,7 @@ def scale_by_mars(
     """
     checks.decay_rate("b2", b2)
     checks.non_negative("eps", eps)
+    checks.non_negative("eps_root", eps_root)
     checks.flag("amsgrad", amsgrad)
     checks.choice("second_moment", second_moment, ("corrected", "gradient"))
     if second_moment != "gradient":
@@ -178,6 +187,7 @@ def scale_by_mars(
             "b1": b1,
             "b2": b2,
             "eps": eps,
+            "eps_root": eps_root,
             "mu_correction": bias_correction(precision.widen_scalar(b1), count),
             "nu_correction": bias_correction(precision.widen_scalar(b2), count),
         }
@@ -209,6 +219,7 @@ def vector_adamw(
     mu_dtype: types.DType = None,
     nu_dtype: types.DType = None,
     implementation: types.Implementation | None = None,
+    eps_root_1d: jax.typing.ArrayLike = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Plain Adam for the leaves that are no matrices, without a previous gradient.
 
@@ -217,6 +228,7 @@ def vector_adamw(
     checks.decay_rate("b1_1d", b1_1d)
     checks.decay_rate("b2_1d", b2_1d)
     checks.non_negative("eps_1d", eps_1d)
+    checks.non_negative("eps_root_1d", eps_root_1d)
     return scale_by_mars(
         b1_1d,
         b2_1d,
@@ -228,9 +240,11 @@ def vector_adamw(
         nu_dtype=nu_dtype,
         weight_dimension_numbers=partition.no_matrices,
         implementation=implementation,
+        eps_root=eps_root_1d,
     )
 
 
+@named.named
 def mars(
     learning_rate: types.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.95,
@@ -257,6 +271,8 @@ def mars(
     prev_grad_dtype: types.DType = None,
     keep_prev_grad: bool = True,
     implementation: types.Implementation | None = None,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    eps_root_1d: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-AdamW: AdamW on variance-reduced gradients.
 
@@ -312,6 +328,10 @@ def mars(
       implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
         kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
         :func:`fused_step` alone, where they were measured to be faster.
+      eps_root: Added to the second moment inside the root, after the bias correction, >= 0, as in
+        :func:`optax.adamw`.
+      eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
+        `eps_root`.
 
     Returns:
       An optimizer. Updates have the dtypes of the parameters; decay and learning rate are applied
@@ -350,6 +370,7 @@ def mars(
     """
     checks.flag("optimize_1d", optimize_1d)
     checks.non_negative("eps", eps)
+    checks.non_negative("eps_root", eps_root)
     rule = functools.partial(
         scale_by_mars,
         b1,
@@ -365,6 +386,7 @@ def mars(
         prev_grad_dtype=prev_grad_dtype,
         keep_prev_grad=keep_prev_grad,
         implementation=implementation,
+        eps_root=eps_root,
     )
     vector_rule = vector_adamw(
         b1_1d,
@@ -374,6 +396,7 @@ def mars(
         mu_dtype=mu_dtype,
         nu_dtype=nu_dtype,
         implementation=implementation,
+        eps_root_1d=eps_root if eps_root_1d is None else eps_root_1d,
     )
     return assembly.optimizer(
         "mars",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import assembly, checks, partition, previous, transformation, types
+from mars_optax._src import assembly, checks, named, partition, previous, transformation, types
 from mars_optax._src.leaf.momentum import momentum_step
 from mars_optax._src.variants import adamw
 
@@ -28,6 +28,7 @@ def lion_step(*arrays: Any, **scalars: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.sign(momentum), mu
 
 
+@named.named
 def scale_by_mars_lion(
     b1: jax.typing.ArrayLike = 0.95,
     gamma: types.ScalarOrSchedule = 0.025,
@@ -120,6 +121,7 @@ def scale_by_mars_lion(
     )
 
 
+@named.named
 def mars_lion(
     learning_rate: types.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.95,
@@ -141,6 +143,7 @@ def mars_lion(
     prev_grad_dtype: types.DType = None,
     keep_prev_grad: bool = True,
     implementation: types.Implementation | None = None,
+    eps_root_1d: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-Lion: sign descent on variance-reduced gradients.
 
@@ -182,6 +185,8 @@ def mars_lion(
       implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
         kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
         :func:`fused_step` alone, where they were measured to be faster.
+      eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
+        0.
 
     Returns:
       An optimizer, as :func:`mars` does.
@@ -227,6 +232,7 @@ def mars_lion(
         1e-8 if eps_1d is None else eps_1d,
         mu_dtype=mu_dtype,
         implementation=implementation,
+        eps_root_1d=0.0 if eps_root_1d is None else eps_root_1d,
     )
     return assembly.optimizer(
         "mars_lion",

@@ -9,6 +9,7 @@ import optax
 from mars_optax._src import (
     assembly,
     checks,
+    named,
     orthogonalize,
     partition,
     previous,
@@ -30,6 +31,7 @@ class ScaleByMarsMState(NamedTuple):
     prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
 
 
+@named.named
 def scale_by_mars_m(
     b1: jax.typing.ArrayLike = 0.95,
     gamma: types.ScalarOrSchedule = 0.025,
@@ -92,7 +94,7 @@ def scale_by_mars_m(
         every leaf is a matrix (in, out) of rank 2.
       implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
         ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
-      ns_steps: Number of iterations, an integer >= 0.
+      ns_steps: Number of iterations, an integer >= 0. 0 leaves the matrix over its Frobenius norm.
       ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
       ns_dtype: The dtype of the iteration.
       ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
@@ -149,6 +151,7 @@ def scale_by_mars_m(
     )
 
 
+@named.named
 def mars_m(
     learning_rate: types.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.95,
@@ -174,6 +177,7 @@ def mars_m(
     prev_grad_dtype: types.DType = None,
     keep_prev_grad: bool = True,
     implementation: types.Implementation | None = None,
+    eps_root_1d: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-M: Muon on variance-reduced gradients, at AdamW's scale of updates.
 
@@ -198,7 +202,7 @@ def mars_m(
       weight_decay: :math:`\lambda` of the matrices, a number or a schedule. It is multiplied by the
         learning rate alone, not by the factor of the matrix's shape.
       mask: Which leaves decay, as in :func:`mars`.
-      ns_steps: Number of Newton-Schulz iterations, an integer >= 0.
+      ns_steps: Number of Newton-Schulz iterations, an integer >= 0; 0 leaves the normalized matrix.
       ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
       ns_dtype: The dtype of the iteration.
       ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
@@ -222,6 +226,8 @@ def mars_m(
       implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
         ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs, with which steps of
         :func:`mars_m` were measured to be slower.
+      eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
+        0.
 
     Returns:
       An optimizer, as :func:`mars` does.
@@ -272,6 +278,7 @@ def mars_m(
         1e-8 if eps_1d is None else eps_1d,
         mu_dtype=mu_dtype,
         implementation=implementation,
+        eps_root_1d=0.0 if eps_root_1d is None else eps_root_1d,
     )
     return assembly.optimizer(
         "mars_m",

@@ -9,6 +9,7 @@ import optax
 from mars_optax._src import (
     assembly,
     checks,
+    named,
     orthogonalize,
     partition,
     previous,
@@ -30,6 +31,7 @@ class ScaleByMarsShampooState(NamedTuple):
     prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
 
 
+@named.named
 def scale_by_mars_shampoo(
     b1: jax.typing.ArrayLike = 0.95,
     gamma: types.ScalarOrSchedule = 0.025,
@@ -93,7 +95,7 @@ def scale_by_mars_shampoo(
         ``params -> tree``. None: every leaf is a matrix (in, out) of rank 2.
       implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
         ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
-      ns_steps: Number of iterations, an integer >= 0.
+      ns_steps: Number of iterations, an integer >= 0. 0 leaves the matrix over its Frobenius norm.
       ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
       ns_dtype: The dtype of the iteration.
       ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
@@ -154,6 +156,7 @@ def scale_by_mars_shampoo(
     )
 
 
+@named.named
 def mars_shampoo(
     learning_rate: types.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.95,
@@ -184,6 +187,7 @@ def mars_shampoo(
     implementation: types.Implementation | None = None,
     amsgrad: bool = False,
     nu_dtype: types.DType = None,
+    eps_root_1d: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-Shampoo: orthogonalized momentum of variance-reduced gradients.
 
@@ -206,7 +210,7 @@ def mars_shampoo(
       mask: Which leaves decay, as in :func:`mars`.
       b2: Decay rate, in [0, 1), of the second moment of the other leaves under `optimize_1d`.
       eps: Epsilon >= 0 of the orthogonalization, and of the other leaves.
-      ns_steps: Number of Newton-Schulz iterations, an integer >= 0.
+      ns_steps: Number of Newton-Schulz iterations, an integer >= 0; 0 leaves the normalized matrix.
       ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
       ns_dtype: The dtype of the iteration.
       ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
@@ -234,6 +238,8 @@ def mars_shampoo(
         :func:`mars_m` were measured to be slower.
       amsgrad: Whether the other leaves use their largest second moment so far.
       nu_dtype: Storage dtype of their second moments; None for the parameter's, at least float32.
+      eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
+        0. Also under `optimize_1d`.
 
     Returns:
       An optimizer, as :func:`mars` does.
@@ -288,6 +294,7 @@ def mars_shampoo(
         eps=eps,
         **shared,
     )
+    eps_root_1d = 0.0 if eps_root_1d is None else eps_root_1d
     variance_reduced_vectors = functools.partial(
         adamw.scale_by_mars,
         b1,
@@ -297,6 +304,7 @@ def mars_shampoo(
         amsgrad=amsgrad,
         nu_dtype=nu_dtype,
         weight_dimension_numbers=partition.no_matrices,
+        eps_root=eps_root_1d,
         **shared,
     )
     plain_vectors = adamw.vector_adamw(
@@ -307,6 +315,7 @@ def mars_shampoo(
         mu_dtype=mu_dtype,
         nu_dtype=nu_dtype,
         implementation=implementation,
+        eps_root_1d=eps_root_1d,
     )
     return assembly.optimizer(
         "mars_shampoo",

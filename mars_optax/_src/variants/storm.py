@@ -4,12 +4,21 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from mars_optax._src import assembly, checks, links, partition, previous, transformation, types
+from mars_optax._src import (
+    assembly,
+    checks,
+    links,
+    named,
+    partition,
+    previous,
+    transformation,
+    types,
+)
 from mars_optax._src.leaf import precision
 from mars_optax._src.leaf.momentum import bias_correction
+from mars_optax._src.leaf.root import root
 from mars_optax._src.variants import adamw
 
 
@@ -25,6 +34,7 @@ def nadam_step(
     b1: Any,
     b2: Any,
     eps: Any,
+    eps_root: Any,
     mu_correction: Any,
     next_mu_correction: Any,
     nu_correction: Any,
@@ -34,9 +44,10 @@ def nadam_step(
     mu = optax.tree.update_moment(grad, mu, b1, 1)
     nu = optax.tree.update_moment_per_elem_norm(grad, nu, b2, 2)
     momentum = b1 * (mu / next_mu_correction) + (1 - b1) * (grad / mu_correction)
-    return momentum / (jnp.sqrt(nu / nu_correction) + eps), mu, nu, nu_max
+    return momentum / (root(nu / nu_correction + eps_root) + eps), mu, nu, nu_max
 
 
+@named.named
 def storm_adamw(
     learning_rate: types.ScalarOrSchedule,
     gamma: types.ScalarOrSchedule = 0.025,
@@ -49,6 +60,7 @@ def storm_adamw(
     correction_clip: jax.typing.ArrayLike | None = None,
     nesterov: bool = False,
     mu_dtype: types.DType = None,
+    eps_root: jax.typing.ArrayLike = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""AdamW on STORM's recursive gradient estimator.
 
@@ -79,6 +91,8 @@ def storm_adamw(
         behind, since the recursion has no decay of its own but :math:`1-\gamma_t`.
       nesterov: Whether to use Nesterov momentum, as in :func:`optax.adamw`.
       mu_dtype: Storage dtype of the first moment; None for the parameter's.
+      eps_root: Added to the second moment inside the root, after the bias correction, >= 0, as in
+        :func:`optax.adamw`.
 
     Returns:
       An optimizer, whose `update` takes the keyword `grad_fn`: a function from parameters to the
@@ -121,6 +135,7 @@ def storm_adamw(
         correction="none",
         max_norm=None,
         mu_dtype=mu_dtype,
+        eps_root=eps_root,
         weight_dimension_numbers=partition.no_matrices,
     )
 
@@ -129,6 +144,7 @@ def storm_adamw(
             "b1": b1,
             "b2": b2,
             "eps": eps,
+            "eps_root": eps_root,
             "mu_correction": bias_correction(precision.widen_scalar(b1), count),
             "next_mu_correction": bias_correction(
                 precision.widen_scalar(b1), optax.safe_increment(count)

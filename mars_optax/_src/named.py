@@ -1,0 +1,66 @@
+"""Transformations that show how they were made."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import optax
+
+Factory = TypeVar("Factory", bound=Callable[..., optax.GradientTransformationExtraArgs])
+
+
+class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """A transformation that knows its settings, and maybe how to make new parameters itself.
+
+    By contract it is a tuple of two functions: all else are attributes. They are None in one that
+    lacks them, or was made anew of another's `init` and `update`.
+
+    Attributes:
+      step: Of a rule, ``(updates, state, finish, extra_args) -> (new parameters, new state)``, with
+        what follows the directions as `finish`.
+      fused_step: Of an optimizer, ``(updates, state, params, extra_args) -> (new parameters, new
+        state)``.
+      made_by: The name of the public function that made it, and the arguments that it was given.
+    """
+
+    step: Callable[..., tuple[Any, Any]] | None = None
+    fused_step: Callable[..., tuple[Any, Any]] | None = None
+    made_by: tuple[str, dict[str, Any]] | None = None
+
+    def __repr__(self) -> str:
+        if self.made_by is None:
+            return str(super().__repr__())
+        name, settings = self.made_by
+        return f"{name}({', '.join(f'{key}={_text(value)}' for key, value in settings.items())})"
+
+
+def named(factory: Factory) -> Factory:
+    """Makes what a function returns show its name and the settings that are not the defaults."""
+    signature = inspect.signature(factory)
+
+    @functools.wraps(factory)
+    def build(*args: Any, **kwargs: Any) -> Transformation:
+        result = factory(*args, **kwargs)
+        if not isinstance(result, Transformation):
+            result = Transformation(*result)
+        given = signature.bind(*args, **kwargs).arguments
+        defaults = {key: signature.parameters[key].default for key in given}
+        result.made_by = (
+            factory.__name__,
+            {key: value for key, value in given.items() if not _is_plainly(value, defaults[key])},
+        )
+        return result
+
+    return cast(Factory, build)
+
+
+def _is_plainly(value: Any, default: Any) -> bool:
+    """Whether they are equal, and no arrays, whose comparison would be one."""
+    return type(value) is type(default) and bool(value == default)
+
+
+def _text(value: Any) -> str:
+    """A setting on one line; of a function, its name."""
+    name = str(getattr(value, "__qualname__", "")).replace(".<locals>", "")
+    return name or " ".join(repr(value).split())
