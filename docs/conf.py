@@ -41,7 +41,7 @@ add_module_names = False
 default_role = "code"  # single backticks, too
 autodoc_member_order = "bysource"
 # JAX's and Optax's names for kinds of argument are unions of a dozen types, and fill a screen for
-# each signature: the docstrings state the kind of every argument in words, and the site shows those.
+# each signature: the docstrings state each argument's kind in words, and the site shows those.
 autodoc_typehints = "none"
 maximum_signature_line_length = 90
 napoleon_google_docstring = True
