@@ -21,18 +21,18 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "breaks",
+    "mathml",
 ]
-exclude_patterns = ["_build", "_ext", "_static"]
+exclude_patterns = ["_build", "_ext", "_static", "_tools"]
 
 # -- Markdown and notebooks ----------------------------------------------------------------------
 
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4  # links to headings, as GitHub makes them
-# Formulas in tables are not broken: wide tables scroll.
-mathjax4_config = {"output": {"linebreaks": {"inline": False}}}
+html_math_renderer = "mathml"
 nb_execution_mode = "off"  # the notebooks' tests run them; the site shows what they stored
 
 # -- Docstrings ----------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ add_module_names = False
 default_role = "code"  # single backticks, too
 autodoc_member_order = "bysource"
 # JAX's and Optax's names for kinds of argument are unions of a dozen types, and fill a screen for
-# each signature: the docstrings tell the kind of every argument in words, and the site shows those.
+# each signature: the docstrings state each argument's kind in words, and the site shows those.
 autodoc_typehints = "none"
 maximum_signature_line_length = 90
 napoleon_google_docstring = True
@@ -52,10 +52,12 @@ napoleon_use_ivar = True
 # -- HTML ----------------------------------------------------------------------------------------
 
 html_theme = "sphinx_book_theme"
-html_title = f"{project} {release}"
+html_title = html_short_title = project
+html_logo = html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {
+    "logo": {"text": project},
     "show_toc_level": 2,
     "home_page_in_toc": True,
     "navigation_with_keys": False,
