@@ -56,7 +56,7 @@ class Flags:
         self.name = name
         self._about = (doc or "").splitlines()[0]
         self._files = files
-        self._values = flags.FlagValues()
+        self._values = flags.FlagValues()  # type: ignore[no-untyped-call, unused-ignore]
         self._groups: dict[str, dict[str, str]] = {}
         self._exclusive: list[tuple[str, ...]] = []
 

@@ -6,16 +6,14 @@ Each table is a section of `NAME.md` beside the JSON file, and a plot `NAME_TABL
 runs are not all there are left out, and named with the reason.
 """
 
-import argparse
 import json
 import math
 import pathlib
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import gpt2, grid, optimizers, report, vision
+from benchmarks import command, gpt2, grid, optimizers, report, vision
 
 DOMAINS = {"gpt2": gpt2.DOMAIN, "vision": vision.DOMAIN}
 
@@ -171,9 +169,9 @@ def write(path: pathlib.Path, tables: Sequence[str], out: pathlib.Path) -> list[
         ending = [f"Data: {_flat(tree['data'])}.", f"Task: {_flat(tree['task'])}."]
         ending += [f"Made with: {_flat(environment)}." for environment in tree["environments"]]
         grid.Protocol(**tree["protocol"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"Expected results of {' or '.join(DOMAINS)}, got {str(path)!r}, which are others: "
+            f"Expected results of {' or '.join(DOMAINS)}, got {str(path)!r}: "
             f"{error!r}. Give the results.json of these commands."
         ) from error
     written = []
@@ -192,22 +190,23 @@ def write(path: pathlib.Path, tables: Sequence[str], out: pathlib.Path) -> list[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, writes the files, prints their names."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    flags = command.Flags("evidence", __doc__, files="results.json of gpt2 or vision")
+    flags.add_argument(
+        "--tables", type=command.listed, default="main", help="names of tables, or all"
     )
-    parser.add_argument("files", nargs="+", help="results.json of gpt2 or vision")
-    parser.add_argument("--tables", default="main", help="names of tables, or 'all'")
-    parser.add_argument("--out", help="folder to write to; by default the file's own")
-    args = parser.parse_args(argv)
+    flags.add_argument("--out", help="folder to write to; by default the file's own")
+    args = flags.parse_args(argv)
     try:
+        if not args.files:
+            raise ValueError("Expected results.json of gpt2 or vision, got no file. Name one.")
         for file in map(pathlib.Path, args.files):
             out = file.parent if args.out is None else report.make_folder(args.out)
-            for written in write(file, list(dict.fromkeys(args.tables.split(","))), out):
+            for written in write(file, list(dict.fromkeys(args.tables)), out):
                 print(written)
     except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"evidence: {error}")
+        flags.fail(error)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("evidence", main)
