@@ -54,11 +54,12 @@ class Flags:
 
     def __init__(self, name: str, doc: str | None, *, files: str = "") -> None:
         self.name = name
-        self._about = (doc or "").splitlines()[0]
+        self._about = (doc or name).partition("\n")[0]
         self._files = files
         self._values = flags.FlagValues()  # type: ignore[no-untyped-call, unused-ignore]
         self._groups: dict[str, dict[str, str]] = {}
         self._exclusive: list[tuple[str, ...]] = []
+        self.notes: list[str] = []
 
     def add_argument_group(self, title: str) -> "Flags":
         """Begins a group of the help, to which flags are added from now on."""
@@ -119,9 +120,11 @@ class Flags:
                 switch = self._values[name].boolean
                 shown = f"--[no]{name}" if switch else f"--{name}"
                 if not switch and default is not None:
-                    shown += f"={','.join(default) if isinstance(default, list) else default}"
+                    shown += (
+                        f"={','.join(map(str, default)) if isinstance(default, list) else default}"
+                    )
                 lines.append(f"  {shown:<24} {meaning}" + "; on" * (switch and default is True))
-        return "\n".join(lines)
+        return "\n".join([*lines, *[""][: len(self.notes)], *self.notes])
 
     def parse_args(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Reads the command line, `sys.argv` by default; ends the process where it cannot be."""

@@ -188,13 +188,19 @@ def write(path: pathlib.Path, tables: Sequence[str], out: pathlib.Path) -> list[
     return [fragment, *written]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Reads the flags, writes the files, prints their names."""
+def parser() -> command.Flags:
+    """Returns the flags."""
     flags = command.Flags("evidence", __doc__, files="results.json of gpt2 or vision")
     flags.add_argument(
         "--tables", type=command.listed, default="main", help="names of tables, or all"
     )
     flags.add_argument("--out", help="folder to write to; by default the file's own")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Reads the flags, writes the files, prints their names."""
+    flags = parser()
     args = flags.parse_args(argv)
     try:
         if not args.files:

@@ -56,19 +56,23 @@ DOMAIN = dataclasses.replace(
 )
 
 
+# Of a width or a number of blocks: more would not come to an end of making its parameters.
+_LARGEST_SIZE = 2**20
+
+
 def add_sizes(group: Any) -> None:
     """Adds the flags of a model's sizes, and of how it computes, to a group."""
     group.add_argument(
         "--model", choices=list(gpt2_shapes.MODELS), default="tiny", help="its sizes, unless given"
     )
     for name, meaning in (
-        ("layers", "number of blocks"),
         ("width", "size of the residual stream"),
         ("heads", "attention heads; by default one for 64 of the width, at least 2"),
         ("context", "tokens that the model sees"),
         ("vocabulary_size", "number of symbols; by default found in the data"),
     ):
-        group.add_argument(f"--{name}", type=command.positive, help=meaning)
+        group.add_argument(f"--{name}", type=command.whole(1, _LARGEST_SIZE), help=meaning)
+    group.add_argument("--layers", type=command.whole(1, 1000), help="number of blocks")
     study.add_dtype(group)
     group.add_argument(
         "--attention",
@@ -100,8 +104,7 @@ def add_training(group: Any) -> None:
     group.add_argument(
         "--data_file",
         type=command.listed,
-        help="training text, as bytes, or 16-bit token ids as .bin and .bin.xz; several separated "
-        "by commas; without it Python's standard library",
+        help="text, as bytes, or 16-bit token ids as .bin and .bin.xz; by default Python's library",
     )
     group.add_argument("--validation_file", help="held-out text; by default a part of the other")
 
@@ -128,8 +131,7 @@ def parser(name: str = "gpt2", doc: str | None = __doc__) -> command.Flags:
     group.add_argument(
         "--microbatch",
         type=command.positive,
-        help="windows of a forward and backward pass; gradients of several are averaged; by "
-        "default all",
+        help="windows of a forward and backward pass; by default all",
     )
     group.add_argument(
         "--devices", type=command.positive, help="devices that share a batch; by default all"

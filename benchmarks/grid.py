@@ -104,6 +104,7 @@ class Records:
                 "task": digest(dict(self._task)),
                 "optimizer": cell.optimizer.name,
                 "settings": dict(cell.optimizer.settings),
+                "every_setting": cell.optimizer.every_setting(),
                 "learning_rate": cell.learning_rate,
                 "seed": cell.seed,
                 **figures,

@@ -406,7 +406,7 @@ def plot_measures(summaries: Sequence[Summary], path: pathlib.Path) -> bool:
 
 
 # Of these numbers keep all digits in JSON: a run is found again by them.
-_EXACT = ("settings", "learning_rate")
+_EXACT = ("settings", "every_setting", "learning_rate")
 
 
 def jsonable(value: Any, *, exact: bool = False) -> Any:

@@ -56,7 +56,7 @@ def parser() -> command.Flags:
         "--shardings",
         type=command.subset(shardings.LAYOUTS),
         default="flat/replicated,flat/fsdp,stacked/layers",
-        help=f"leaves and where they lie, out of {','.join(shardings.LAYOUTS)}",
+        help=f"some of {','.join(shardings.LAYOUTS)}",
     )
     group.add_argument(
         "--loop_if",

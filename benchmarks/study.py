@@ -62,13 +62,12 @@ def parser(name: str, doc: str | None) -> command.Flags:
         "--optimizers",
         type=command.listed,
         default="adamw,mars,mars_m",
-        help="what to compare; settings may follow, as in mars:gamma=0.05:b1=0.9; adamw, or else "
-        f"the first, is the baseline; out of {','.join(optimizers.OPTIMIZERS)}",
+        help="what to compare, settings behind colons: mars:gamma=0.05:b1=0.9; baseline is adamw, "
+        "or the first",
     )
     group.add_argument(
         "--table",
-        help=f"or a named table of optimizers: {', '.join(optimizers.TABLES)}, or an optimizer and "
-        f"one of {', '.join(optimizers.ABLATIONS)}, such as mars/gamma",
+        help="or a named table of optimizers, see below",
     )
     group.add_argument(
         "--learning_rates",
@@ -96,6 +95,11 @@ def parser(name: str, doc: str | None) -> command.Flags:
         type=command.listed,
         help="seeds that the best learning rate is run at; by default --seeds",
     )
+    parser.notes += [
+        f"optimizers: {', '.join(optimizers.OPTIMIZERS)}",
+        f"tables: {', '.join(optimizers.TABLES)}, and OPTIMIZER/TABLE, such as mars/gamma, with",
+        f"  {', '.join(optimizers.ABLATIONS)}",
+    ]
     group = parser.add_argument_group("how it runs")
     group.add_argument(
         "--vmap", type=positive, default=1, help="runs of one optimizer that are made together"
@@ -291,6 +295,12 @@ def run(study: Study, args: argparse.Namespace, began: float) -> int:
     """
     try:
         out = report.make_folder(args.out)
+        for name in ("records.jsonl", "log.jsonl", "results.json"):
+            if (out / name).is_dir():
+                raise ValueError(
+                    f"Expected a folder of results as --out, got {str(out)!r}, in which {name} is "
+                    "a folder. Name another."
+                )
         records = grid.Records(out / "records.jsonl", study.task)
     except (OSError, ValueError) as error:
         sys.exit(f"{study.name}: {error}")

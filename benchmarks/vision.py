@@ -329,11 +329,12 @@ def parser() -> command.Flags:
     group.add_argument(
         "--width",
         type=command.positive,
-        help="channels of the first stage, or size of the residual stream; by default 16 or 64; "
-        "for CIFAR take 64 or 192",
+        help="channels of the first stage, or of the residual stream; by default 16 or 64",
     )
     group.add_argument(
-        "--depth", type=command.positive, help="blocks of a stage, or in all; by default 2 or 6"
+        "--depth",
+        type=command.whole(1, 1000),
+        help="blocks of a stage, or in all; by default 2 or 6",
     )
     study.add_dtype(group)
     group = parser.add_argument_group("training")
@@ -347,14 +348,12 @@ def parser() -> command.Flags:
         "--schedule",
         choices=["multistep", "cosine"],
         default="multistep",
-        help="a tenth after half of the run and a hundredth after three quarters, or a cosine to 0 "
-        "after a warm-up of a twentieth",
+        help="steps down to a tenth and a hundredth, or a warm-up and a cosine to 0",
     )
     group.add_argument(
         "--padding",
         type=command.whole(0),
-        help="width of the black border that images are cut out of; by default an eighth of the "
-        "height",
+        help="width of the border that images are cut out of; by default an eighth of the height",
     )
     group.add_argument(
         "--flip",
@@ -367,8 +366,7 @@ def parser() -> command.Flags:
     group.add_argument(
         "--train_file",
         type=command.listed,
-        help="images: files of .npz or .xz, separated by commas, or a folder of CIFAR-10's or "
-        "CIFAR-100's binary files; without it scikit-learn's digits",
+        help=".npz or .xz files, or a folder of CIFAR's binary files; by default digits",
     )
     group.add_argument(
         "--test_file", type=command.listed, help="images to test on, unless in that folder"
@@ -377,8 +375,7 @@ def parser() -> command.Flags:
         "--held_out",
         type=command.number(0),
         default=0.1,
-        help="share of the training images that learning rates are chosen by; with 0 they are "
-        "chosen by the test images",
+        help="share of the training images that choose the learning rate; with 0 the test images",
     )
     return parser
 
