@@ -164,7 +164,8 @@ class Optimizer:
         for factory in _FACTORIES[self.base]:
             for name, parameter in inspect.signature(factory).parameters.items():
                 value = parameter.default
-                if value is parameter.empty or callable(value):
+                # Which leaves are matrices is the setting `matrices`.
+                if value is parameter.empty or name.endswith("weight_dimension_numbers"):
                     continue
                 plain = isinstance(value, (str, int, float, tuple, type(None)))
                 found[_NAMES.get(name, name)] = value if plain else str(value)
@@ -302,10 +303,9 @@ _NAMES = {
     "adam_b1": "b1_1d",
     "adam_b2": "b2_1d",
     "adam_weight_decay": "weight_decay_1d",
-    "muon_weight_dimension_numbers": "weight_dimension_numbers",
 }
 
-# Optax checks none of its own optimizers' settings: smallest, largest, and whether that is excluded.
+# Optax checks none of its optimizers' settings: smallest, largest, whether that is excluded.
 _RANGES = {
     **dict.fromkeys(("b1", "b2", "b1_1d", "b2_1d", "beta"), (0.0, 1.0, True)),
     **dict.fromkeys(("weight_decay", "weight_decay_1d", "learning_rate_1d"), (0.0, 1e6, False)),
