@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from typing import Any
 from unittest import mock
 
@@ -255,6 +256,28 @@ class ParseTest(parameterized.TestCase):
     def test_a_repeated_learning_rate_is_an_error(self):
         with self.assertRaisesRegex(ValueError, "differ"):
             optimizers.parse_learning_rates(["1e-3", "0.001"])
+
+
+class SettingsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("adamw:b1=2", "Expected b1 from 0 to below 1"),
+        ("muon:beta=1", "Expected beta from 0 to below 1"),
+        ("adamw:weight_decay=-1", "Expected weight_decay from 0"),
+        ("mars:gamma=0.1:gamma=0.2", "Expected each setting once"),
+    )
+    def test_a_setting_out_of_range_or_given_twice_is_an_error(self, text: str, message: str):
+        with self.assertRaisesRegex(ValueError, message):
+            optimizers.parse_optimizer(text)
+
+    @parameterized.parameters(*optimizers.OPTIMIZERS)
+    def test_every_setting_can_be_written_and_holds_those_that_are_set(self, name: str):
+        chosen = optimizers.parse_optimizer(name)
+        every = json.loads(json.dumps(chosen.every_setting()))
+        self.assertContainsSubset(chosen.settings.keys(), every.keys())
+        for key, value in chosen.settings.items():
+            self.assertEqual(every[key], value)
+        self.assertTrue({"eps", "eps_1d", "mu_dtype"} & every.keys())
+        self.assertNotIn("adam_b1", every)
 
 
 if __name__ == "__main__":
