@@ -483,13 +483,13 @@ def parse_optimizer(text: str, domain: Domain = LANGUAGE) -> Optimizer:
             f"in {text!r}. Write it like '{name}:matrices=all'."
         )
     for key, (low, high, open_end) in _RANGES.items():
-        value = settings.get(key)
-        if isinstance(value, (int, float)) and not (
-            low <= value < high or (value == high and not open_end)
+        set_to = settings.get(key)
+        if isinstance(set_to, (int, float)) and not (
+            low <= set_to < high or (set_to == high and not open_end)
         ):
             raise ValueError(
                 f"Expected {key} from {low:g} to {'below ' * open_end}{high:g} in {text!r}, got "
-                f"{value:g}. Correct --optimizers."
+                f"{set_to:g}. Correct --optimizers."
             )
     bound = settings["global_clip"]
     if bound is not None and not (isinstance(bound, float) and bound > 0):

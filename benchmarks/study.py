@@ -175,20 +175,23 @@ def _now() -> str:
 class _Watch:
     """Shows a group of runs on a progress bar, and logs it."""
 
-    def __init__(self, bar: Any, log: pathlib.Path, cells: Sequence[grid.Cell]) -> None:
+    def __init__(
+        self, bar: Any, log: pathlib.Path, cells: Sequence[grid.Cell], *, compiles: bool
+    ) -> None:
         self._bar = bar
         self._log = log
         self._cells = cells
         self._begun = False
         more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
         bar.set_description(f"{cells[0]}{more}")
-        bar.set_postfix_str("compiling ...")
+        if compiles:
+            bar.set_postfix_str("compiling ...")
         self.step = 0
 
     def __call__(self, steps: int, progress: resumable.Progress) -> None:
-        self._bar.update(steps * len(self._cells))
         self.step = progress.step
         if not self._begun:
+            self._bar.update(steps * len(self._cells))
             # The first call is of what earlier processes did, and logged.
             self._begun = True
             if steps:
@@ -196,6 +199,7 @@ class _Watch:
             return
         means = progress.losses[-1] if progress.losses else progress.train_loss[-1]
         self._bar.set_postfix_str(f"training loss {min(means):.3f}", refresh=False)
+        self._bar.update(steps * len(self._cells))
         if progress.losses:
             return
         lines = []
@@ -234,12 +238,15 @@ def complete(
     with tqdm.tqdm(total=0, unit="step", dynamic_ncols=True) as bar:
         for optimizer, rates in study.optimizers:
             task = study.make(optimizer)
+            compiled: set[int] = set()  # by the number of runs together
             for wanted in grid.rounds(optimizer, rates, study.protocol, records.of):
                 missing = [cell for cell in wanted if records.find(cell) is None]
                 bar.total += task.steps * len(missing)
                 for cells in grid.groups(missing, args.vmap):
                     name = grid.digest([grid.key(cell, study.task) for cell in cells])
-                    watch = _Watch(bar, out / "log.jsonl", cells)
+                    new = len(cells) not in compiled
+                    compiled.add(len(cells))
+                    watch = _Watch(bar, out / "log.jsonl", cells, compiles=new)
                     runs = resumable.train(
                         task,
                         cells,

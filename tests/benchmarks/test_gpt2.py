@@ -180,6 +180,7 @@ class CommandTest(FolderTest):
         ("out", [f"--out={__file__}"], "a folder that can be made as --out"),
         ("no_out", ["--out="], "a folder that can be made as --out"),
         ("warmup", ["--warmup_steps=28"], "a warm-up shorter than the run, got 28"),
+        ("layers", [f"--layers={10**24}"], "--layers: Expected a whole number from 1 to 1000"),
         ("heads", ["--heads=3"], "multiple of the heads, got 16 and 3"),
         ("microbatch", ["--microbatch=3"], "multiple of the microbatch"),
         ("cudnn", ["--attention=cudnn"], "--attention=auto or --attention=xla where there is no"),

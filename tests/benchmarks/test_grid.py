@@ -393,6 +393,20 @@ class TablesTest(FolderTest):
         with self.assertRaisesRegex(ValueError, "Expected results of gpt2 or vision, got .*other"):
             evidence.write(path, ["main"], self.folder)
 
+    def test_a_file_that_is_not_there_is_an_error_that_names_it(self):
+        message = "evidence: Expected results of gpt2 or vision, got '.*nowhere.json'"
+        with self.assertRaisesRegex(SystemExit, message):
+            evidence.main([str(self.folder / "nowhere.json")])
+
+    @parameterized.parameters("records.jsonl", "log.jsonl", "results.json")
+    def test_a_folder_in_the_place_of_a_file_is_an_error(self, name: str):
+        args = study.parser("gpt2", "").parse_args([f"--out={self.folder}"])
+        protocol = study.protocol(args)
+        comparison = study.Study("gpt2", [], protocol, _TASK, {}, None)
+        (self.folder / name).mkdir()
+        with self.assertRaisesRegex(SystemExit, f"gpt2: Expected a folder of results .*{name}"):
+            study.run(comparison, args, 0.0)
+
     @parameterized.parameters("mars", "mars/", "sgd/gamma", "mars/other")
     def test_an_unknown_table_is_an_error(self, name: str):
         with self.assertRaisesRegex(ValueError, f"--table, got '{name}'"):

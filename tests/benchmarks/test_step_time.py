@@ -487,6 +487,7 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual(names, {"adamw", "adamw/fused", "muon", *ours})
 
     def test_what_is_no_result_cannot_be_drawn(self):
+        self.result.parent.mkdir()
         row = {"name": "mars", "model": "tiny", "layout": "flat", "ms": 1.0}
         for tree, message in (
             ({"records": []}, "a list `rows`, got none"),
