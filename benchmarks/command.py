@@ -11,7 +11,7 @@ import pathlib
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn, Self
 
@@ -254,6 +254,13 @@ def add_output(parser: Flags) -> None:
 def announce(name: str, what: str, on: str, out: pathlib.Path) -> None:
     """Prints what runs, on what, and where the results go."""
     print(f"{name}: {what}\non {on}\nresults: {out}", flush=True)
+
+
+def conclude(tree: Mapping[str, Any], table: str, path: pathlib.Path) -> int:
+    """Prints what was measured with, a table, and the file; returns the exit status."""
+    about = ", ".join(f"{key} {value}" for key, value in tree["environment"].items())
+    print(f"environment: {about}\n\n{table}\n\nWritten: {path}.")
+    return 0
 
 
 def guarded(row: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

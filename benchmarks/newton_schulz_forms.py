@@ -228,9 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.info("%s, %s: %s ms", row["stack"], row["name"], row.get("ms", "no"))
         tree["rows"].append(row)
         report.write_json(report.jsonable(tree), path)
-    print("environment: " + ", ".join(f"{k} {v}" for k, v in about.items()))
-    print(f"\n{text(tree['rows'])}\n\nWritten: {path}.")
-    return 0
+    return command.conclude(tree, text(tree["rows"]), path)
 
 
 if __name__ == "__main__":

@@ -431,9 +431,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured.append(row)
         tree["rows"] = complete(measured)
         report.write_json(report.jsonable(tree), path)
-    print("environment: " + ", ".join(f"{key} {value}" for key, value in about.items()))
-    print(f"\n{text(tree['rows'])}\n\nWritten: {path}.")
-    return 0
+    return command.conclude(tree, text(tree["rows"]), path)
 
 
 if __name__ == "__main__":

@@ -303,9 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured.append(row)
             tree["rows"] = step_report.complete(measured, tree["ceilings"])
             write()
-    print("environment: " + ", ".join(f"{key} {value}" for key, value in about.items()))
-    print(f"\n{step_report.text(tree)}\n\nWritten: {path}.")
-    return 0
+    return command.conclude(tree, step_report.text(tree), path)
 
 
 if __name__ == "__main__":
