@@ -317,10 +317,17 @@ def again(name: str) -> str:
     return f"python -m benchmarks.{name} {shlex.join(sys.argv[1:])}".strip()
 
 
-def run(name: str, main: Callable[[], int]) -> NoReturn:
-    """Runs a command: with absl's log, and without a traceback where it is interrupted."""
+def run(name: str, main: Callable[[], int], *, rows: bool = False) -> NoReturn:
+    """Runs a command: with absl's log, and without a traceback where it is interrupted.
+
+    Args:
+      name: of the command.
+      main: the command.
+      rows: whether the log shows the rows of a measurement as they come.
+    """
     flags.FLAGS([name])
     logging.use_absl_handler()
+    logging.set_verbosity(logging.INFO if rows else logging.WARNING)
     # JAX says there which backends it looked for in vain. JAX_LOGGING_LEVEL still counts.
     jax_log = python_logging.getLogger("jax")
     if jax_log.level == python_logging.NOTSET:

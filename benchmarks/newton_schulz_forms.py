@@ -232,4 +232,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command.run("newton_schulz_forms", main)
+    command.run("newton_schulz_forms", main, rows=True)

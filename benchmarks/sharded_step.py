@@ -435,4 +435,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command.run("sharded_step", main)
+    command.run("sharded_step", main, rows=True)

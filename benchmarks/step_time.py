@@ -307,4 +307,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command.run("step_time", main)
+    command.run("step_time", main, rows=True)
