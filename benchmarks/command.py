@@ -318,13 +318,7 @@ def again(name: str) -> str:
 
 
 def run(name: str, main: Callable[[], int], *, rows: bool = False) -> NoReturn:
-    """Runs a command: with absl's log, and without a traceback where it is interrupted.
-
-    Args:
-      name: of the command.
-      main: the command.
-      rows: whether the log shows the rows of a measurement as they come.
-    """
+    """Runs a command, of `rows` that its log shows; no traceback where it is interrupted."""
     flags.FLAGS([name])
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO if rows else logging.WARNING)
