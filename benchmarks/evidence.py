@@ -11,19 +11,21 @@ writes `results.md` and a picture for each table beside the file. Rows whose run
 are left out, and named with the reason.
 """
 
-import argparse
 import dataclasses
 import json
 import math
 import pathlib
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import curves, gpt2, grid, optimizers, report, vision
+from benchmarks import command, curves, gpt2, grid, language_model, optimizers, report, vision
 
-DOMAINS = {"gpt2": gpt2.DOMAIN, "vision": vision.DOMAIN}
+DOMAINS = {
+    "gpt2": gpt2.DOMAIN,
+    "language_model": language_model.DOMAIN,
+    "vision": vision.DOMAIN,
+}
 RESULTS = pathlib.Path(__file__).parent / "results"
 IMAGES = RESULTS.parent.parent / "docs" / "images"
 
@@ -135,7 +137,7 @@ def _title(tree: Mapping[str, Any]) -> str:
     """Says what was trained, in a heading."""
     task = tree["task"]
     model, size = task["model"], f"{task['parameters'] / 1e6:.1f} million parameters"
-    if tree["name"] == "gpt2":
+    if tree["name"] != "vision":
         steps = f"{task['schedule']['steps']:,} steps of {task['tokens_per_step']:,} tokens"
         return f"Language: a GPT of {size}, {steps}"
     kind = "residual network" if model["kind"] == "resnet" else "vision transformer"
@@ -235,12 +237,12 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     """
     try:
         tree: dict[str, Any] = json.loads(path.read_text())
-        if tree["name"] not in DOMAINS:
-            raise ValueError(f"of {tree['name']!r}")
+        if tree.get("name") not in DOMAINS:
+            raise ValueError(f"of {tree.get('name')!r}")
         page(tree, [])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"Expected results of {' or '.join(DOMAINS)}, got {str(path)!r}, which are others: "
+            f"Expected results of {', '.join(DOMAINS)}, got {str(path)!r}: "
             f"{error!r}. Give the results.json of these commands."
         ) from error
     return tree
@@ -380,29 +382,34 @@ def write_recorded() -> list[pathlib.Path]:
     return written
 
 
+def parser() -> command.Flags:
+    """Returns the flags."""
+    flags = command.Flags(
+        "evidence", __doc__, files=f"results.json of {' or '.join(DOMAINS)}; by default all shown"
+    )
+    flags.add_argument(
+        "--tables", type=command.listed, help="names of tables, by default main, or all"
+    )
+    flags.add_argument("--out", help="folder to write to; by default the file's own")
+    return flags
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, writes the files, prints their names."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument(
-        "files", nargs="*", help="results.json of gpt2 or vision; by default all that is shown"
-    )
-    parser.add_argument("--tables", help="names of tables, by default 'main', or 'all'")
-    parser.add_argument("--out", help="folder to write to; by default the file's own")
-    args = parser.parse_args(argv)
-    if not args.files and (args.tables, args.out) != (None, None):
-        parser.error("--tables and --out are for files that are named")
+    flags = parser()
+    args = flags.parse_args(argv)
     try:
+        if not args.files and (args.tables, args.out) != (None, None):
+            raise ValueError("Expected files with --tables and --out, got none. Name one.")
         written = [] if args.files else write_recorded()
         for file in map(pathlib.Path, args.files):
             out = file.parent if args.out is None else report.make_folder(args.out)
-            written += write(file, list(dict.fromkeys((args.tables or "main").split(","))), out)
+            written += write(file, list(dict.fromkeys(args.tables or ["main"])), out)
     except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"evidence: {error}")
+        flags.fail(error)
     print("\n".join(map(str, written)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("evidence", main)

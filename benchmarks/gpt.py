@@ -40,22 +40,6 @@ class GPTConfig:
     causal: bool = True
 
 
-# width, layers, heads
-SIZES = {
-    "tiny": (32, 1, 2),
-    "small": (64, 3, 4),
-    "medium": (256, 6, 8),
-    "large": (512, 8, 8),
-    "gpt2": (768, 12, 12),
-}
-
-
-def sized(size: str, *, vocabulary_size: int, context: int) -> GPTConfig:
-    """Completes one of `SIZES` to a model's configuration."""
-    width, layers, heads = SIZES[size]
-    return GPTConfig(vocabulary_size, context, width, layers, heads)
-
-
 def _linear(
     config: GPTConfig, inputs: int, outputs: int, scale: float, rngs: nnx.Rngs
 ) -> nnx.Linear:

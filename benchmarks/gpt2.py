@@ -13,8 +13,6 @@ parameters and optimizer float32.
 import argparse
 import dataclasses
 import functools
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +24,18 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import data, gpt, gpt2_shapes, grid, optimizers, study, train_step, training
+import mars_optax
+from benchmarks import (
+    command,
+    data,
+    gpt,
+    gpt2_shapes,
+    grid,
+    optimizers,
+    study,
+    train_step,
+    training,
+)
 from benchmarks.optimizers import Optimizer
 
 # Where a grid begins, not what is best: rates of this order did well for 45 million parameters.
@@ -47,25 +56,23 @@ DOMAIN = dataclasses.replace(
 )
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the flags."""
-    parser = study.parser((__doc__ or "").splitlines()[0], out="runs/gpt2")
-    group = parser.add_argument_group("model")
+# Of a width or a number of blocks: more would not come to an end of making its parameters.
+_LARGEST_SIZE = 2**20
+
+
+def add_sizes(group: Any) -> None:
+    """Adds the flags of a model's sizes, and of how it computes, to a group."""
     group.add_argument(
         "--model", choices=list(gpt2_shapes.MODELS), default="tiny", help="its sizes, unless given"
     )
     for name, meaning in (
-        ("layers", "number of blocks"),
         ("width", "size of the residual stream"),
         ("heads", "attention heads; by default one for 64 of the width, at least 2"),
         ("context", "tokens that the model sees"),
         ("vocabulary_size", "number of symbols; by default found in the data"),
     ):
-        group.add_argument(f"--{name}", type=study.positive, help=meaning)
-    group.add_argument(
-        "--biases", action="store_true", help="biases, which the runs of the paper do without"
-    )
-    group.add_argument("--untied", action="store_true", help="an output layer of its own")
+        group.add_argument(f"--{name}", type=command.whole(1, _LARGEST_SIZE), help=meaning)
+    group.add_argument("--layers", type=command.whole(1, 1000), help="number of blocks")
     study.add_dtype(group)
     group.add_argument(
         "--attention",
@@ -74,35 +81,67 @@ def parser() -> argparse.ArgumentParser:
         help="who computes it; 'auto' is cuDNN on a GPU if it can",
     )
     group.add_argument("--remat", action="store_true", help="compute activations twice")
-    group = parser.add_argument_group("training")
-    group.add_argument("--steps", type=study.positive, default=200, help="updates")
-    group.add_argument("--warmup_steps", type=int, help="updates of the warm-up; default a tenth")
+
+
+def add_training(group: Any) -> None:
+    """Adds the flags of a run's length, its schedule and its text to a group."""
+    group.add_argument("--steps", type=command.positive, default=200, help="updates")
+    group.add_argument(
+        "--warmup_steps", type=command.whole(0), help="updates of the warm-up; default a tenth"
+    )
     group.add_argument(
         "--final_fraction",
-        type=float,
+        type=command.number(0, 1),
         default=0.1,
         help="share of the peak that the cosine ends at",
     )
-    group.add_argument("--batch_size", type=study.positive, default=16, help="windows of an update")
     group.add_argument(
-        "--microbatch",
-        type=study.positive,
-        help="windows of a forward and backward pass; gradients of several are averaged; by "
-        "default all",
+        "--eval_every", type=command.positive, default=50, help="updates between two evaluations"
     )
     group.add_argument(
-        "--eval_every", type=study.positive, default=50, help="updates between two evaluations"
-    )
-    group.add_argument("--eval_windows", type=study.positive, default=256, help="held-out windows")
-    group.add_argument(
-        "--devices", type=study.positive, help="devices that share a batch; by default all"
+        "--eval_windows", type=command.positive, default=256, help="held-out windows"
     )
     group.add_argument(
         "--data_file",
-        help="training text: '.bin' and '.bin.xz' are unsigned 16-bit token ids, anything else is "
-        "read as bytes; several separated by commas; without it Python's standard library",
+        type=command.listed,
+        help="text, as bytes, or 16-bit token ids as .bin and .bin.xz; by default Python's library",
     )
     group.add_argument("--validation_file", help="held-out text; by default a part of the other")
+
+
+def parser(name: str = "gpt2", doc: str | None = __doc__) -> command.Flags:
+    """Returns the flags.
+
+    Args:
+      name: of the command.
+      doc: its docstring.
+    """
+    parser = study.parser(name, doc)
+    group = parser.add_argument_group("model")
+    add_sizes(group)
+    group.add_argument(
+        "--biases", action="store_true", help="biases, which the runs of the paper do without"
+    )
+    group.add_argument("--untied", type=bool, default=False, help="an output layer of its own")
+    group = parser.add_argument_group("training")
+    add_training(group)
+    group.add_argument(
+        "--batch_size", type=command.positive, default=16, help="windows of an update"
+    )
+    group.add_argument(
+        "--microbatch",
+        type=command.positive,
+        help="windows of a forward and backward pass; by default all",
+    )
+    group.add_argument(
+        "--devices", type=command.positive, help="devices that share a batch; by default all"
+    )
+    group.add_argument(
+        "--diagnose",
+        type=bool,
+        default=False,
+        help="record and plot what the correction does, at every evaluation",
+    )
     return parser
 
 
@@ -119,7 +158,7 @@ def model_config(args: argparse.Namespace, vocabulary_size: int, backend: str) -
     """
     sizes = gpt2_shapes.MODELS[args.model]
     width = args.width or sizes.width
-    heads = args.heads or max(2, width // 64)
+    heads = args.heads or (sizes.heads if args.width is None else max(2, width // 64))
     if width % heads:
         raise ValueError(
             f"Expected a width that is a multiple of the heads, got {width} and {heads}. Change "
@@ -150,6 +189,8 @@ class Language:
       schedule: length and learning rate.
       optimizer: the optimizer.
       devices: what each microbatch is divided over; parameters and state are on all of them.
+      diagnose: whether to record what `mars_optax.diagnose` says of the gradients of a microbatch
+        of held-out windows.
     """
 
     def __init__(
@@ -160,6 +201,8 @@ class Language:
         schedule: training.Schedule,
         optimizer: Optimizer,
         devices: Sequence[jax.Device],
+        *,
+        diagnose: bool = False,
     ) -> None:
         self._corpus = corpus
         self._work = work
@@ -177,6 +220,8 @@ class Language:
         self._held_out = jax.device_put(held_out, self._everywhere)
         self._advance_one = jax.jit(self._updates, donate_argnums=(0,))
         self._advance_all = jax.jit(jax.vmap(self._updates), donate_argnums=(0,))
+        self._measure = jax.jit(self._measures) if diagnose else None
+        self._measure_all = jax.jit(jax.vmap(self._measures))
         self._starts: dict[int, Any] = {}
         self._ready: dict[tuple[Any, ...], Any] = {}
 
@@ -229,7 +274,18 @@ class Language:
         params = state["params"]
         alone = jax.tree.leaves(params)[0].shape == jax.tree.leaves(self._abstract)[0].shape
         evaluate = training.evaluate if alone else _evaluate_all
-        return {"validation_loss": evaluate(self._graph, params, self._held_out)}
+        figures = {"validation_loss": evaluate(self._graph, params, self._held_out)}
+        if self._measure is not None:
+            found = (self._measure if alone else self._measure_all)(state)
+            figures |= {f"{grid.MEASURE}{name}": value for name, value in found.items()}
+        return figures
+
+    def _measures(self, state: dict[str, Any]) -> dict[str, jax.Array]:
+        windows = self._held_out[None, : self._work.microbatch]
+        grads = self._optimizer.clip(self._value_and_gradient(state["params"], windows)[1])
+        settings = self._optimizer.settings
+        known = {n: settings[n] for n in ("gamma", "b1", "max_norm") if n in settings}
+        return mars_optax.diagnose(grads, state["opt_state"], **known)
 
     def _batches(self, seeds: tuple[int, ...], step: int) -> jax.Array:
         """Returns the windows of a call, on the devices."""
@@ -299,11 +355,47 @@ def _evaluate_all(graph: Any, params: Any, windows: jax.Array) -> jax.Array:
     return losses
 
 
-def build(args: argparse.Namespace) -> study.Study:
+def corpus(args: argparse.Namespace) -> data.Corpus:
+    """Reads the text of the flags.
+
+    Raises:
+      OSError: If a file is not there.
+      ValueError: If flags do not fit each other or the data.
+    """
+    if args.data_file is not None:
+        return data.load_files(args.data_file, args.validation_file, args.vocabulary_size)
+    if args.validation_file is not None or args.vocabulary_size is not None:
+        raise ValueError(
+            "Expected --data_file beside --validation_file or --vocabulary_size, got none. "
+            "Give the training text too."
+        )
+    return data.load_standard_library()
+
+
+def schedule(args: argparse.Namespace) -> training.Schedule:
+    """Reads the length and the shape of the learning rate.
+
+    Raises:
+      ValueError: If the warm-up or what the cosine ends at cannot be.
+    """
+    warmup = args.steps // 10 if args.warmup_steps is None else args.warmup_steps
+    if warmup >= args.steps:
+        raise ValueError(
+            f"Expected a warm-up shorter than the run, got {warmup} of {args.steps} steps. Change "
+            "--warmup_steps."
+        )
+    return training.Schedule(args.steps, warmup, args.final_fraction, args.eval_every)
+
+
+def build(
+    args: argparse.Namespace, name: str = "gpt2", domain: optimizers.Domain = DOMAIN
+) -> study.Study:
     """Reads the data and the flags.
 
     Args:
       args: the flags.
+      name: of the command.
+      domain: the learning rates that grids begin with.
 
     Returns:
       The comparison.
@@ -312,30 +404,11 @@ def build(args: argparse.Namespace) -> study.Study:
       OSError: If a file is not there.
       ValueError: If flags do not fit each other or the data.
     """
-    chosen = study.parse_optimizers(args, DOMAIN)
+    chosen = study.parse_optimizers(args, domain)
     protocol = study.protocol(args)
-    if args.data_file is None:
-        if args.validation_file is not None or args.vocabulary_size is not None:
-            raise ValueError(
-                "Expected --data_file beside --validation_file or --vocabulary_size, got none. "
-                "Give the training text too."
-            )
-        corpus = data.load_standard_library()
-    else:
-        corpus = data.load_files(
-            args.data_file.split(","), args.validation_file, args.vocabulary_size
-        )
-    warmup = args.steps // 10 if args.warmup_steps is None else args.warmup_steps
-    if not 0 <= warmup < args.steps:
-        raise ValueError(
-            f"Expected a warm-up from 0 to below the run's length, got {warmup} of {args.steps} "
-            "steps. Change --warmup_steps."
-        )
-    if not 0 <= args.final_fraction <= 1:
-        raise ValueError(
-            f"Expected a share from 0 to 1 as --final_fraction, got {args.final_fraction}."
-        )
-    config = model_config(args, corpus.vocabulary_size, jax.default_backend())
+    text = corpus(args)
+    lengths = schedule(args)
+    config = model_config(args, text.vocabulary_size, jax.default_backend())
     work = train_step.Work(config, args.batch_size, args.microbatch or args.batch_size)
     devices = jax.local_devices()[: args.devices]
     if len(devices) < (args.devices or 1) or work.microbatch % len(devices):
@@ -343,45 +416,42 @@ def build(args: argparse.Namespace) -> study.Study:
             f"Expected as many devices as --devices says, and a microbatch that is a multiple of "
             f"them, got {len(devices)} and {work.microbatch}. Change --devices or --microbatch."
         )
-    data.require_enough(corpus, context=config.context, batch_size=work.batch)
-    schedule = training.Schedule(args.steps, warmup, args.final_fraction, args.eval_every)
+    data.require_enough(text, context=config.context, batch_size=work.batch)
     held_out = data.validation_windows(
-        corpus.validation, context=config.context, count=args.eval_windows
+        text.validation, context=config.context, count=args.eval_windows
     )
     _, params = train_step.abstract_model(config)
     parameters = gpt2_shapes.parameters(params)
     return study.Study(
-        name="gpt2",
+        name=name,
         optimizers=chosen,
         protocol=protocol,
         task={
             "model": dataclasses.asdict(config),
             "parameters": parameters,
-            "schedule": dataclasses.asdict(schedule),
+            "schedule": dataclasses.asdict(lengths),
             "batch_size": work.batch,
             "microbatch": work.microbatch,
             "devices": len(devices),
             "tokens_per_step": work.tokens,
             "model_flops_per_step": work.model_flops(parameters),
             "eval_windows": len(held_out),
-            "sha256": corpus.description["sha256"],
-            "validation_sha256": corpus.description["validation_sha256"],
+            # Only where it is: what is recorded without keeps its key.
+            **({"diagnose": True} if args.diagnose else {}),
+            "sha256": text.description["sha256"],
+            "validation_sha256": text.description["validation_sha256"],
         },
-        data=corpus.description,
-        make=lambda optimizer: Language(corpus, held_out, work, schedule, optimizer, devices),
+        data=text.description,
+        make=lambda optimizer: Language(
+            text, held_out, work, lengths, optimizer, devices, diagnose=args.diagnose
+        ),
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, makes the runs that are missing, writes and prints what there is."""
-    began = time.perf_counter()
-    args = parser().parse_args(argv)
-    try:
-        comparison = build(args)
-    except (OSError, ValueError) as error:
-        sys.exit(f"gpt2: {error}")
-    return study.run(comparison, args, began)
+    return study.main(parser(), build, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("gpt2", main)

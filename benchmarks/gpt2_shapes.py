@@ -17,18 +17,20 @@ class Sizes:
 
     width: int
     layers: int
+    heads: int
     vocabulary_size: int = 50257
     context: int = 1024
 
 
 # Radford et al., Language Models are Unsupervised Multitask Learners, 2019, table 2, with the
-# context and the vocabulary of the released weights. "tiny" is ours, for a processor.
+# context and the vocabulary of the released weights. "tiny" and "mini" are ours, for a processor.
 MODELS = {
-    "tiny": Sizes(64, 2, vocabulary_size=512, context=64),
-    "small": Sizes(768, 12),
-    "medium": Sizes(1024, 24),
-    "large": Sizes(1280, 36),
-    "xl": Sizes(1600, 48),
+    "tiny": Sizes(64, 2, 2, vocabulary_size=512, context=64),
+    "mini": Sizes(64, 3, 4, vocabulary_size=512, context=64),
+    "small": Sizes(768, 12, 12),
+    "medium": Sizes(1024, 24, 16),
+    "large": Sizes(1280, 36, 20),
+    "xl": Sizes(1600, 48, 25),
 }
 LAYOUTS = ("flat", "stacked")
 

@@ -17,6 +17,8 @@ from benchmarks import report, training
 from benchmarks.optimizers import LEARNING_RATES, Optimizer
 
 Record = dict[str, Any]
+# What the names of curves begin with that say what an optimizer does, not how good the model is.
+MEASURE = "measure/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Records:
                 "task": digest(dict(self._task)),
                 "optimizer": cell.optimizer.name,
                 "settings": dict(cell.optimizer.settings),
+                "every_setting": cell.optimizer.every_setting(),
                 "learning_rate": cell.learning_rate,
                 "seed": cell.seed,
                 **figures,
@@ -277,6 +280,11 @@ def run_of(record: Record, curve: str) -> training.Run:
         if record["seconds_per_step"] is None
         else record["seconds_per_step"],
         state_bytes=record["state_bytes"],
+        measures={
+            name.removeprefix(MEASURE): [math.nan if x is None else x for x in values[:-1]]
+            for name, values in record["curves"].items()
+            if name.startswith(MEASURE)
+        },
     )
 
 

@@ -214,6 +214,11 @@ def load(
     """
     if not 0 <= held_out < 1:
         raise ValueError(f"Expected a share in [0, 1) as --held_out, got {held_out}.")
+    for path in train:
+        if not pathlib.Path(path).exists():
+            raise FileNotFoundError(
+                f"Expected images in {str(path)!r}, which is not there. Correct --train_file."
+            )
     folder = len(train) == 1 and pathlib.Path(train[0]).is_dir()
     if test and (folder or not train):
         raise ValueError(

@@ -7,31 +7,24 @@ X <- a X + (b A + c A A) X with A = X X^T: 5 (4 m m n + 2 m m m) for an m x n ma
 needs fewer may come to more than 1.
 """
 
+import fnmatch
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import logging
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
 from benchmarks import ceilings, command, environment, report, timing
 
-_STACKS = flags.DEFINE_list(
-    "stacks",
-    None,
-    "Stacks as BATCHxMxN, M at most N; by default those of GPT-2 XL and small, 4x64x256 on a "
-    "processor.",
-)
-
 _STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 # GPT-2 XL: query, key and value together, output, perceptron; small: perceptron, output.
-_LARGE = ("48x1600x4800", "48x1600x1600", "48x1600x6400", "12x768x3072", "12x768x768")
+_LARGE = "48x1600x4800,48x1600x1600,48x1600x6400,12x768x3072,12x768x768"
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -136,7 +129,7 @@ def measure(
 
 def rows(
     stacks: Sequence[tuple[int, int, int]],
-    pattern: re.Pattern[str],
+    names: Sequence[str],
     ceiling: float,
     *,
     inner: int,
@@ -144,9 +137,8 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Measures every form on every stack; one that fails has an "error" in place of its figures."""
     for stack in stacks:
-        for name, form in FORMS.items():
-            if not pattern.fullmatch(name):
-                continue
+        for name in names:
+            form = FORMS[name]
             row = command.guarded(
                 {"stack": "x".join(map(str, stack)), "name": name},
                 lambda form=form, stack=stack: measure(form, stack, inner=inner, repeats=repeats),  # type: ignore[misc]
@@ -176,49 +168,68 @@ def text(measured: Sequence[Mapping[str, Any]]) -> str:
     return report.aligned(table)
 
 
-def _stack(given: str) -> tuple[int, int, int]:
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", given)
-    sizes = tuple(map(int, match.groups())) if match else ()
-    if len(sizes) != 3 or min(sizes) < 1 or sizes[1] > sizes[2]:
-        raise ValueError(f"Expected --stacks as BATCHxMxN with 1 <= M <= N, got {given!r}.")
-    return sizes
+def _stacks(text: str) -> list[tuple[int, int, int]]:
+    stacks = []
+    for given in command.listed(text):
+        match = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", given)
+        sizes = tuple(map(int, match.groups())) if match else ()
+        if len(sizes) != 3 or min(sizes) < 1 or sizes[1] > sizes[2]:
+            raise ValueError(f"Expected BATCHxMxN with 1 <= M <= N, got {given[:99]!r}.")
+        stacks.append(sizes)
+    return stacks
 
 
-def main(argv: Sequence[str]) -> None:
+def parser() -> command.Flags:
+    """Returns the flags."""
+    parser = command.Flags("newton_schulz_forms", __doc__)
+    command.add_timing(parser, model=False)
+    group = parser.add_argument_group("forms")
+    group.add_argument(
+        "--stacks",
+        type=_stacks,
+        help="stacks as BATCHxMxN; by default of GPT-2 XL and small, on a processor 4x64x256",
+    )
+    group.add_argument("--form", default="*", help="a name or a pattern such as 'P X*'")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, measures, writes and prints the result."""
-    on_cpu = jax.default_backend() == "cpu"
+    flags = parser()
+    args = flags.parse_args(argv)
+    stacks = args.stacks or _stacks("4x64x256" if jax.default_backend() == "cpu" else _LARGE)
+    names = fnmatch.filter(FORMS, args.form)
     try:
-        if len(argv) > 1:
-            raise ValueError(f"Expected flags only, got {list(argv[1:])}. Write --name=value.")
-        stacks = [_stack(one) for one in _STACKS.value or (["4x64x256"] if on_cpu else _LARGE)]
-        pattern = command.pattern(command.ROWS.value or ".*")
-        if not any(map(pattern.fullmatch, FORMS)):
+        if not names:
             raise ValueError(
-                f"Expected --rows to match one of {', '.join(FORMS)}, got {pattern.pattern!r}."
+                f"Expected one of {'; '.join(FORMS)}, or a pattern of them, as --form, got "
+                f"{args.form!r}."
             )
+        out = report.make_folder(args.out)
     except ValueError as error:
-        sys.exit(f"newton_schulz_forms: {error}")
-    measured_ceilings = ceilings.measure()
-    tree: dict[str, Any] = {
-        "environment": environment.describe(command.COMMIT.value),
-        "ceilings": measured_ceilings,
-        "rows": [],
-    }
-    path = command.result_path("newton_schulz_forms", tree["environment"]["device"])
-    path.parent.mkdir(parents=True, exist_ok=True)
+        flags.fail(error)
+    tree: dict[str, Any] = {"environment": environment.describe(args.commit), "rows": []}
+    about = tree["environment"]
+    path = out / "results.json"
+    command.announce(
+        "newton_schulz_forms",
+        f"{len(names)} forms of Newton-Schulz",
+        f"{about['devices']} {about['device']}, {len(stacks)} stacks of random matrices",
+        path,
+    )
+    tree["ceilings"] = ceilings.measure()
     for row in rows(
         stacks,
-        pattern,
-        measured_ceilings["bfloat16_matmul_flop_per_second"],
-        inner=command.INNER.value or 4,
-        repeats=command.REPEATS.value,
+        names,
+        tree["ceilings"]["bfloat16_matmul_flop_per_second"],
+        inner=args.steps or 4,
+        repeats=args.repeats,
     ):
         logging.info("%s, %s: %s ms", row["stack"], row["name"], row.get("ms", "no"))
         tree["rows"].append(row)
         report.write_json(report.jsonable(tree), path)
-    print("environment: " + ", ".join(f"{k} {v}" for k, v in tree["environment"].items()))
-    print(f"\n{text(tree['rows'])}\n\nWritten: {path}.")
+    return command.conclude(tree, text(tree["rows"]), path)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run("newton_schulz_forms", main, rows=True)

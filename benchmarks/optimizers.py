@@ -1,6 +1,7 @@
 """The optimizers that are compared, each with the settings it is compared at."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -67,7 +68,12 @@ _MARS = {
 
 
 def _optax(factory: Callable[..., optax.GradientTransformation]) -> Build:
-    return lambda schedule, settings, matrices: factory(schedule, **settings)
+    def build(
+        schedule: optax.Schedule, settings: dict[str, Any], matrices: Matrices
+    ) -> optax.GradientTransformation:
+        return factory(schedule, **settings)
+
+    return build
 
 
 def _mars_optax(factory: Callable[..., optax.GradientTransformation]) -> Build:
@@ -151,6 +157,19 @@ class Optimizer:
     def base(self) -> str:
         """Which of `OPTIMIZERS` it is."""
         return self.name.partition(":")[0]
+
+    def every_setting(self) -> dict[str, Any]:
+        """Returns the settings, and the defaults of those that are not among them."""
+        found: dict[str, Any] = {}
+        for factory in _FACTORIES[self.base]:
+            for name, parameter in inspect.signature(factory).parameters.items():
+                value = parameter.default
+                # Which leaves are matrices is the setting `matrices`.
+                if value is parameter.empty or name.endswith("weight_dimension_numbers"):
+                    continue
+                plain = isinstance(value, (str, int, float, tuple, type(None)))
+                found[_NAMES.get(name, name)] = value if plain else str(value)
+        return {**found, **self.settings}
 
     def _clip(self) -> optax.GradientTransformation:
         bound = self.settings["global_clip"]
@@ -261,6 +280,37 @@ OPTIMIZERS = {
     )
 }
 
+
+# Whose defaults hold where an optimizer says nothing else; of Muon, as `_muon` names them.
+_FACTORIES: Mapping[str, Sequence[Callable[..., Any]]] = {
+    "adamw": (optax.adamw,),
+    "nadamw": (optax.nadamw,),
+    "mars": (mars_optax.mars,),
+    "lion": (optax.lion,),
+    "mars_lion": (mars_optax.mars_lion,),
+    "muon": (optax.contrib.muon,),
+    "mars_m": (mars_optax.mars_m,),
+    "corrected_muon": (
+        optax.contrib.muon,
+        mars_optax.correct_gradients,
+        mars_optax.clip_by_leaf_norm,
+    ),
+    "storm_adamw": (mars_optax.storm_adamw,),
+    "mars_shampoo": (mars_optax.mars_shampoo,),
+}
+_NAMES = {
+    "adam_learning_rate": "learning_rate_1d",
+    "adam_b1": "b1_1d",
+    "adam_b2": "b2_1d",
+    "adam_weight_decay": "weight_decay_1d",
+}
+
+# Optax checks none of its optimizers' settings: smallest, largest, whether that is excluded.
+_RANGES = {
+    **dict.fromkeys(("b1", "b2", "b1_1d", "b2_1d", "beta"), (0.0, 1.0, True)),
+    **dict.fromkeys(("weight_decay", "weight_decay_1d", "learning_rate_1d"), (0.0, 1e6, False)),
+    "consistent_rms": (0.0, 1e6, False),
+}
 
 # The rows of an ablation: what follows the name of the optimizer. The first is the control.
 _MEMORY_FREE = ("max_norm=none", "keep_prev_grad=false")
@@ -414,6 +464,11 @@ def parse_optimizer(text: str, domain: Domain = LANGUAGE) -> Optimizer:
     settings |= {key: value for key, value in domain.settings.items() if key in settings}
     settings |= domain.settings_of.get(name, {})
     defaults = dict(settings)
+    keys = [override.partition("=")[0] for override in overrides]
+    if len(set(keys)) < len(keys):
+        raise ValueError(
+            f"Expected each setting once, got {text!r}. Leave one of them out of --optimizers."
+        )
     for override in overrides:
         key, _, value = override.partition("=")
         if key not in settings:
@@ -427,6 +482,15 @@ def parse_optimizer(text: str, domain: Domain = LANGUAGE) -> Optimizer:
             f"Expected matrices out of {', '.join(domain.matrices)}, got {settings['matrices']!r} "
             f"in {text!r}. Write it like '{name}:matrices=all'."
         )
+    for key, (low, high, open_end) in _RANGES.items():
+        set_to = settings.get(key)
+        if isinstance(set_to, (int, float)) and not (
+            low <= set_to < high or (set_to == high and not open_end)
+        ):
+            raise ValueError(
+                f"Expected {key} from {low:g} to {'below ' * open_end}{high:g} in {text!r}, got "
+                f"{set_to:g}. Correct --optimizers."
+            )
     bound = settings["global_clip"]
     if bound is not None and not (isinstance(bound, float) and bound > 0):
         raise ValueError(

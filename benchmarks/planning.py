@@ -1,6 +1,6 @@
 r"""What an optimizer costs a large model on many chips: memory, communication, Newton-Schulz.
 
-Arithmetic only, no device and no JAX. From the root of the repository:
+Arithmetic only, nothing runs on a device. From the root of the repository:
 
     python -m benchmarks.planning                  # the tables of docs/planning.md
     python -m benchmarks.planning --chips=512 --tensor=4 --tokens=8388608
@@ -8,10 +8,11 @@ Arithmetic only, no device and no JAX. From the root of the repository:
 `tests/benchmarks/test_planning.py` holds the formulas to compiled programs of a small model.
 """
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+
+from benchmarks import command
 
 Shapes = Mapping[tuple[int, int], int]  # matrices (in, out), and how many there are of each
 
@@ -445,26 +446,46 @@ def tables(
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the tables for the settings of the command line."""
+def _chips(text: str) -> list[int]:
+    return [command.positive(one) for one in command.listed(text)]
+
+
+def parser() -> command.Flags:
+    """Returns the flags."""
     default = Assumptions()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--chips", type=int, nargs="+", default=[256, 4096])
-    parser.add_argument("--tensor", type=int, default=8)
-    parser.add_argument("--matmul_share", type=float, default=default.matmul_share)
-    parser.add_argument("--link_share", type=float, default=default.link_share)
-    parser.add_argument("--model_share", type=float, default=default.model_share)
-    parser.add_argument("--tokens", type=int, default=default.tokens)
-    parser.add_argument("--steps", type=int, default=default.steps)
-    given = parser.parse_args(arguments)
-    for n in given.chips:
-        if given.tensor < 1 or n % given.tensor:
-            parser.error(f"--chips: expected multiples of --tensor={given.tensor}, got {n}")
+    parser = command.Flags("planning", __doc__)
+    parser.add_argument("--chips", type=_chips, default="256,4096", help="numbers of chips")
+    parser.add_argument("--tensor", type=command.positive, default=8, help="chips of that axis")
+    for name, meaning in (
+        ("matmul_share", "of the peak that Newton-Schulz reaches"),
+        ("link_share", "of the links that collectives reach"),
+        ("model_share", "of the peak that forward and backward pass reach"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=command.number(1e-6, 1),
+            default=getattr(default, name),
+            help=f"share {meaning}",
+        )
+    for name, meaning in (("tokens", "of a batch"), ("iterations", "of Newton-Schulz")):
+        value = default.steps if name == "iterations" else default.tokens
+        parser.add_argument(f"--{name}", type=command.positive, default=value, help=meaning)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables for the settings of the command line."""
+    flags = parser()
+    args = flags.parse_args(argv)
+    for n in args.chips:
+        if n % args.tensor:
+            flags.fail(f"Expected multiples of --tensor={args.tensor} as --chips, got {n}.")
     assumptions = Assumptions(
-        given.matmul_share, given.link_share, given.model_share, given.tokens, given.steps
+        args.matmul_share, args.link_share, args.model_share, args.tokens, args.iterations
     )
-    print(tables(given.chips, given.tensor, assumptions))
+    print(tables(args.chips, args.tensor, assumptions))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    command.run("planning", main)

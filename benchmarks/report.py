@@ -317,7 +317,7 @@ def text(summaries: Sequence[Summary]) -> str:
 
 
 # Of these numbers keep all digits in JSON: a run is found again by them.
-_EXACT = ("settings", "learning_rate")
+_EXACT = ("settings", "every_setting", "learning_rate")
 
 
 def jsonable(value: Any, *, exact: bool = False) -> Any:
@@ -339,47 +339,6 @@ def jsonable(value: Any, *, exact: bool = False) -> Any:
     if isinstance(value, (list, tuple)):
         return [jsonable(inner, exact=exact) for inner in value]
     return value
-
-
-def as_json(
-    summaries: Sequence[Summary], runs: Sequence[Run], record: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Collects everything about a comparison.
-
-    Args:
-      summaries: the optimizers at their best.
-      runs: all runs, curves included.
-      record: what else belongs to the result: environment, data, settings.
-
-    Returns:
-      A tree that `json.dump` takes.
-    """
-    baseline = baseline_of(summaries)
-    results = [
-        {
-            "optimizer": summary.optimizer,
-            "learning_rate": summary.learning_rate,
-            "at_edge_of_grid": summary.at_edge,
-            "validation_loss": summary.loss,
-            "validation_losses": summary.losses,
-            "minus_baseline": differences(summary, baseline),
-            "steps_to_baseline_loss": mean_steps_to_reach(summary, baseline),
-            "seconds_per_step": statistics.median(run.seconds_per_step for run in summary.runs),
-            "state_bytes": summary.runs[0].state_bytes,
-            "grid": {f"{rate:g}": loss for rate, loss in summary.grid.items()},
-            "verdict": None if summary is baseline else verdict(summary, baseline),
-        }
-        for summary in summaries
-    ]
-    tree: dict[str, Any] = jsonable(
-        {
-            **record,
-            "baseline": baseline.optimizer,
-            "results": results,
-            "runs": [dataclasses.asdict(run) for run in runs],
-        }
-    )
-    return tree
 
 
 def make_folder(out: str) -> pathlib.Path:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import orbax.checkpoint as ocp  # type: ignore[import-untyped, unused-ignore]
 
-from benchmarks import grid, training
+from benchmarks import command, grid, training
 
 State = Any
 
@@ -56,7 +56,7 @@ class Task(Protocol):
         """Makes `steps_per_call` updates, `step` before them; returns the losses of each, too."""
 
     def evaluate(self, state: State) -> Mapping[str, jax.Array]:
-        """Returns figures of the held-out data: curves by name."""
+        """Returns figures of the held-out data: curves by name, see `grid.MEASURE`."""
 
 
 @dataclasses.dataclass
@@ -87,13 +87,17 @@ class Deadline:
     Attributes:
       limit: seconds from `began`; None is never.
       began: a reading of `time.perf_counter`.
+      interrupt: whether a signal came, which ends it, too.
     """
 
     limit: float | None
     began: float
+    interrupt: command.Interrupt | None = None
 
     def passed(self, seconds: float = 0.0) -> bool:
-        """Whether the limit will have passed in so many seconds."""
+        """Whether the limit will have passed in so many seconds, or a signal came."""
+        if self.interrupt is not None and self.interrupt.number:
+            return True
         return self.limit is not None and time.perf_counter() + seconds > self.began + self.limit
 
 
@@ -173,7 +177,8 @@ def _evaluate(task: Task, state: State, progress: Progress) -> None:
 
 def _finite(progress: Progress) -> npt.NDArray[np.bool_]:
     """Whether all held-out figures are finite up to an evaluation, for (evaluations, runs)."""
-    finite = np.all([np.isfinite(rows) for rows in progress.curves.values()], axis=0)
+    curves = [rows for name, rows in progress.curves.items() if not name.startswith(grid.MEASURE)]
+    finite = np.all([np.isfinite(rows) for rows in curves], axis=0)
     accumulated: npt.NDArray[np.bool_] = np.logical_and.accumulate(finite)
     return accumulated
 

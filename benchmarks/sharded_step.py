@@ -4,9 +4,10 @@ From the root of the repository:
 
     python -m benchmarks.sharded_step
     python -m benchmarks.sharded_step --host_devices=8
-    python -m benchmarks.sharded_step --devices=1,2 --shardings=flat/fsdp --rows='mars_m.*'
+    python -m benchmarks.sharded_step --devices=1,2 --shardings=flat/fsdp --optimizers='mars_m*'
 
-There are a table on the screen and a JSON file, `--result`, which is written after every row.
+There are a table on the screen and, in the folder `--out`, `results.json`, which is written after
+every row.
 """
 
 import contextlib
@@ -14,15 +15,13 @@ import dataclasses
 import functools
 import gc
 import itertools
-import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import jax
-from absl import app, flags, logging
+from absl import logging
 from jax.extend import backend as jax_backend
 
 from benchmarks import (
@@ -37,27 +36,36 @@ from benchmarks import (
     timing,
 )
 
-_HOST_DEVICES = flags.DEFINE_integer(
-    "host_devices", None, "Run on so many devices of the processor.", lower_bound=1
-)
-_DEVICES = flags.DEFINE_list(
-    "devices", None, "Numbers of devices; of each the first ones. By default all that there are."
-)
-_SHARDINGS = flags.DEFINE_list(
-    "shardings",
-    ["flat/replicated", "flat/fsdp", "stacked/layers"],
-    f"Leaves and where they lie, out of {', '.join(shardings.LAYOUTS)}.",
-)
-_LOOP_IF = flags.DEFINE_float(
-    "loop_if",
-    5.0,
-    "Time steps inside a compiled loop, too, where the step compiled in so many seconds.",
-    lower_bound=0.0,
-)
-_LIMIT = flags.DEFINE_float("limit", None, "Begin no row after so many seconds.", lower_bound=0.0)
-flags.adopt_module_key_flags(command)
-
 _THRESHOLD = "mars_optax._src.spread.SHORTEST_TO_DIVIDE"
+
+
+def parser() -> command.Flags:
+    """Returns the flags."""
+    parser = command.Flags("sharded_step", __doc__)
+    command.add_timing(parser)
+    group = parser.add_argument_group("devices")
+    group.add_argument(
+        "--host_devices", type=command.positive, help="run on so many devices of the processor"
+    )
+    group.add_argument(
+        "--devices",
+        type=command.listed,
+        help="numbers of devices, of each the first ones; by default all that there are",
+    )
+    group.add_argument(
+        "--shardings",
+        type=command.subset(shardings.LAYOUTS),
+        default="flat/replicated,flat/fsdp,stacked/layers",
+        help=f"some of {','.join(shardings.LAYOUTS)}",
+    )
+    group.add_argument(
+        "--loop_if",
+        type=command.seconds,
+        default=5.0,
+        help="time steps in a compiled loop, too, where the step compiled in so many seconds",
+    )
+    group.add_argument("--limit", type=command.seconds, help="begin no row after so many seconds")
+    return parser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +221,7 @@ def rows(
     models: Sequence[str],
     layouts: Sequence[str],
     devices: Sequence[int],
-    pattern: re.Pattern[str],
+    names: Sequence[str],
     *,
     inner: int | None,
     repeats: int,
@@ -226,7 +234,7 @@ def rows(
       models: out of `gpt2_shapes.MODELS`.
       layouts: out of `shardings.LAYOUTS`; on one device what is sharded there is whole.
       devices: numbers of devices.
-      pattern: which optimizers, by name.
+      names: of the optimizers.
       inner: steps in a measurement, None for :func:`default_inner`.
       repeats: measurements of each row.
       loop_if: see :func:`measure`.
@@ -236,7 +244,7 @@ def rows(
       A row after the other, complete but for what :func:`complete` adds.
     """
     began = time.monotonic()
-    chosen = [one for one in entries() if pattern.fullmatch(one.name)]
+    chosen = [one for one in entries() if one.name in names]
 
     @functools.lru_cache(maxsize=1)
     def trees(model: str, leaves: str) -> dict[str, Any]:
@@ -367,58 +375,55 @@ def _numbers(given: Sequence[str] | None) -> list[int]:
     return [int(one) for one in given]
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, measures, writes and prints the result."""
-    if _HOST_DEVICES.value is not None:
+    flags = parser()
+    args = flags.parse_args(argv)
+    if args.host_devices is not None:
         jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call, unused-ignore]
-        jax.config.update("jax_num_cpu_devices", _HOST_DEVICES.value)  # type: ignore[no-untyped-call, unused-ignore]
+        jax.config.update("jax_num_cpu_devices", args.host_devices)  # type: ignore[no-untyped-call, unused-ignore]
     try:
-        if len(argv) > 1:
-            raise ValueError(f"Expected flags only, got {list(argv[1:])}. Write --name=value.")
-        default = "tiny" if jax.default_backend() == "cpu" else "small"
-        models = command.subset(
-            "models", command.MODELS.value or [default], list(gpt2_shapes.MODELS)
-        )
-        layouts = command.subset("shardings", _SHARDINGS.value, shardings.LAYOUTS)
-        devices = _numbers(_DEVICES.value)
-        pattern = command.pattern(command.ROWS.value or ".*")
-        names = [one.name for one in entries()]
-        if not any(map(pattern.fullmatch, names)):
-            raise ValueError(
-                f"Expected --rows to match one of {', '.join(names)}, got {pattern.pattern!r}."
-            )
+        models = args.model or ["tiny" if jax.default_backend() == "cpu" else "small"]
+        devices = _numbers(args.devices)
+        names = command.matching(args.optimizers or ["*"], [one.name for one in entries()])
+        out = report.make_folder(args.out)
     except ValueError as error:
-        sys.exit(f"sharded_step: {error}")
+        flags.fail(error)
 
     tree: dict[str, Any] = {
         "environment": {
-            **environment.describe(command.COMMIT.value),
+            **environment.describe(args.commit),
             "backend": jax_backend.get_backend().platform_version,
         },
         "settings": {
             "models": models,
-            "shardings": layouts,
+            "shardings": args.shardings,
             "devices": devices,
-            "rows": pattern.pattern,
-            "repeats": command.REPEATS.value,
-            "loop_if": _LOOP_IF.value,
-            "limit": _LIMIT.value,
+            "optimizers": names,
+            "repeats": args.repeats,
+            "loop_if": args.loop_if,
+            "limit": args.limit,
         },
         "rows": [],
     }
     about = tree["environment"]
-    path = command.result_path("sharded_step", f"{about['device']} x{max(devices)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = out / "results.json"
+    command.announce(
+        "sharded_step",
+        f"optimizer steps of {', '.join(names)} on {', '.join(map(str, devices))} devices",
+        f"{about['devices']} {about['device']}, GPT-2 {', '.join(models)}, random numbers",
+        path,
+    )
     measured = []
     for row in rows(
         models,
-        layouts,
+        args.shardings,
         devices,
-        pattern,
-        inner=command.INNER.value,
-        repeats=command.REPEATS.value,
-        loop_if=_LOOP_IF.value,
-        limit=_LIMIT.value,
+        names,
+        inner=args.steps,
+        repeats=args.repeats,
+        loop_if=args.loop_if,
+        limit=args.limit,
     ):
         logging.info(
             "%s, %s, %d devices, %s: %s", *_group(row), row["name"], row.get("ms", "failed")
@@ -426,9 +431,8 @@ def main(argv: Sequence[str]) -> None:
         measured.append(row)
         tree["rows"] = complete(measured)
         report.write_json(report.jsonable(tree), path)
-    print("environment: " + ", ".join(f"{key} {value}" for key, value in about.items()))
-    print(f"\n{text(tree['rows'])}\n\nWritten: {path}.")
+    return command.conclude(tree, text(tree["rows"]), path)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run("sharded_step", main, rows=True)

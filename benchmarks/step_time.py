@@ -3,13 +3,15 @@ r"""Times optimizer steps on the parameters of GPT-2, against what the device ca
 From the root of the repository:
 
     python -m benchmarks.step_time
-    python -m benchmarks.step_time --models=small,medium --layouts=flat --rows='adamw|mars'
-    python -m benchmarks.step_time --train_step --batch=480 --microbatch=16
-    python -m benchmarks.step_time --plot=benchmarks/results/step_time_cpu.json
+    python -m benchmarks.step_time --model=small,medium --layouts=flat --optimizers=adamw,mars
+    python -m benchmarks.step_time --train_step --batch_size=480 --microbatch=16
+    python -m benchmarks.step_time --plot=runs/step_time/results.json
 
-There are a table on the screen and a JSON file, `--result`, which is written after every row.
+There are a table on the screen and, in the folder `--out`, `results.json`, which is written after
+every row.
 """
 
+import argparse
 import dataclasses
 import functools
 import gc
@@ -17,13 +19,11 @@ import itertools
 import json
 import os
 import pathlib
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import logging
 from jax.extend import backend as jax_backend
 
 from benchmarks import (
@@ -41,36 +41,50 @@ from benchmarks import (
     train_step,
 )
 
-_LAYOUTS = flags.DEFINE_list(
-    "layouts", list(gpt2_shapes.LAYOUTS), "A leaf for each layer, or one for all."
-)
-_IMPLEMENTATIONS = flags.DEFINE_list(
-    "implementations",
-    ["default"],
-    f"Of ours, out of {', '.join(step_candidates.IMPLEMENTATIONS)}.",
-)
-_PLOT = flags.DEFINE_list("plot", [], "Measure nothing: draw these JSON files, each beside it.")
-_TRAIN_STEP = flags.DEFINE_bool(
-    "train_step", False, "Time whole training steps of a GPT instead of optimizer steps."
-)
-_TRAIN_MODEL = flags.DEFINE_enum(
-    "train_model",
-    None,
-    list(gpt.SIZES),
-    "Size of that GPT; 'tiny' on a processor, else 'gpt2', which is GPT-2 small.",
-)
-_BATCH = flags.DEFINE_integer("batch", 16, "Windows of a training step.", lower_bound=1)
-_MICROBATCH = flags.DEFINE_integer(
-    "microbatch", 16, "Windows of a forward and backward pass.", lower_bound=1
-)
-_ATTENTION = flags.DEFINE_enum(
-    "attention", "auto", ["auto", "xla", "cudnn"], "Implementation; cuDNN on a GPU if it can."
-)
-_REMAT = flags.DEFINE_bool("remat", False, "Compute activations again in the backward pass.")
+_TRAINED = ("adamw", "mars", "mars_m", "muon")
 
-flags.adopt_module_key_flags(command)
 
-_TRAINED = "(adamw|mars|mars_m|muon)(/xla|/pallas)?(/fused)?"
+def parser() -> command.Flags:
+    """Returns the flags."""
+    parser = command.Flags("step_time", __doc__)
+    command.add_timing(parser)
+    group = parser.add_argument_group("optimizer steps")
+    group.add_argument(
+        "--layouts",
+        type=command.subset(gpt2_shapes.LAYOUTS),
+        default=",".join(gpt2_shapes.LAYOUTS),
+        help="a leaf for each layer, or one for all",
+    )
+    group.add_argument(
+        "--implementations",
+        type=command.subset(step_candidates.IMPLEMENTATIONS),
+        default="default",
+        help=f"of ours, out of {','.join(step_candidates.IMPLEMENTATIONS)}",
+    )
+    group.add_argument(
+        "--plot",
+        type=command.listed,
+        help="measure nothing: draw these JSON files, each beside it",
+    )
+    group = parser.add_argument_group("training steps")
+    group.add_argument(
+        "--train_step", type=bool, default=False, help="time whole training steps of a GPT-2"
+    )
+    group.add_argument("--batch_size", type=command.positive, default=16, help="windows of a step")
+    group.add_argument(
+        "--microbatch",
+        type=command.positive,
+        default=16,
+        help="windows of a forward and backward pass",
+    )
+    group.add_argument(
+        "--attention",
+        choices=["auto", "cudnn", "xla"],
+        default="auto",
+        help="who computes it; auto is cuDNN on a GPU if it can",
+    )
+    group.add_argument("--remat", type=bool, default=False, help="compute activations twice")
+    return parser
 
 
 def default_inner(parameters: int, backend: str) -> int:
@@ -79,14 +93,6 @@ def default_inner(parameters: int, backend: str) -> int:
     On an accelerator enough that calling them from Python does not count, but few for large models.
     """
     return 10 if backend == "cpu" else min(200, max(20, 25 * 10**9 // parameters))
-
-
-def _selected(
-    pattern: re.Pattern[str], implementations: Sequence[str]
-) -> list[step_candidates.Candidate]:
-    return [
-        one for one in step_candidates.candidates(implementations) if pattern.fullmatch(one.name)
-    ]
 
 
 def _jax_row(
@@ -129,22 +135,22 @@ def _torch_row(
     return counted | measured
 
 
-def _torch_names(pattern: re.Pattern[str], backend: str) -> list[str]:
+def _torch_names(names: Sequence[str], backend: str) -> list[str]:
     """Returns PyTorch's optimizers that can be measured, and logs why others cannot."""
-    names = []
-    for name in filter(pattern.fullmatch, torch_peers.NAMES):
+    there = []
+    for name in names:
         if reason := torch_peers.absent(name, backend):
             logging.info("%s is left out: %s.", name, reason)
         else:
-            names.append(name)
-    return names
+            there.append(name)
+    return there
 
 
 def rows(
     models: Sequence[str],
     layouts: Sequence[str],
-    pattern: re.Pattern[str],
-    implementations: Sequence[str],
+    chosen: Sequence[step_candidates.Candidate],
+    torch: Sequence[str],
     *,
     inner: int | None,
     repeats: int,
@@ -154,8 +160,8 @@ def rows(
     Args:
       models: out of `gpt2_shapes.MODELS`.
       layouts: out of `gpt2_shapes.LAYOUTS`; PyTorch's optimizers are measured in "flat".
-      pattern: which optimizers, by name.
-      implementations: of ours.
+      chosen: JAX's optimizers.
+      torch: names of PyTorch's.
       inner: steps in a measurement, None for :func:`default_inner`.
       repeats: measurements of each row.
 
@@ -163,7 +169,7 @@ def rows(
       A row after the other, complete but for what `step_report.complete` adds.
     """
     backend = jax.default_backend()
-    torch_names = _torch_names(pattern, backend)
+    torch_names = _torch_names(torch, backend)
     for model, layout in itertools.product(models, layouts):
         shapes = gpt2_shapes.shapes(model, layout)
         parameters = gpt2_shapes.parameters(shapes)
@@ -186,32 +192,31 @@ def rows(
         # The parameters are put there for each row anew: a row gives its buffers up.
         for name in ("grads", "prev_grads"):
             host[name] = jax.tree.map(jax.device_put, host[name])
-        for candidate in _selected(pattern, implementations):
+        for candidate in chosen:
             measure = functools.partial(_jax_row, candidate, host, steps, repeats)
             yield command.guarded({"name": candidate.name, **common}, measure)
             gc.collect()
 
 
-def _work() -> train_step.Work:
-    backend = jax.default_backend()
-    size = _TRAIN_MODEL.value or ("tiny" if backend == "cpu" else "gpt2")
-    width, layers, heads = gpt.SIZES[size]
-    tiny = size == "tiny"
-    attention = train_step.attention_implementation(_ATTENTION.value, backend)
-    # The vocabulary is padded to a multiple of 128, as training scripts of GPT-2 do.
+def _work(args: argparse.Namespace, models: Sequence[str]) -> train_step.Work:
+    if len(models) > 1:
+        raise ValueError(f"Expected one --model beside --train_step, got {','.join(models)}.")
+    sizes = gpt2_shapes.MODELS[models[0]]
+    attention = train_step.attention_implementation(args.attention, jax.default_backend())
     config = gpt.GPTConfig(
-        vocabulary_size=512 if tiny else 50304,
-        context=64 if tiny else 1024,
-        width=width,
-        layers=layers,
-        heads=heads,
+        # Padded to a multiple of 128, as training scripts of GPT-2 do.
+        vocabulary_size=-(-sizes.vocabulary_size // 128) * 128,
+        context=sizes.context,
+        width=sizes.width,
+        layers=sizes.layers,
+        heads=sizes.heads,
         biases=True,
         tied=True,
         dtype="bfloat16",
         attention=attention,  # type: ignore[arg-type]
-        remat=_REMAT.value,
+        remat=args.remat,
     )
-    return train_step.Work(config, _BATCH.value, _MICROBATCH.value)
+    return train_step.Work(config, args.batch_size, args.microbatch)
 
 
 def _draw(paths: Sequence[str]) -> None:
@@ -225,77 +230,72 @@ def _draw(paths: Sequence[str]) -> None:
         print(f"Written: {path.with_suffix('.png')}.")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, measures, writes and prints the result."""
+    flags = parser()
+    args = flags.parse_args(argv)
     try:
-        if len(argv) > 1:
-            raise ValueError(f"Expected flags only, got {list(argv[1:])}. Write --name=value.")
-        if _PLOT.value:
-            _draw(_PLOT.value)
-            return
+        if args.plot:
+            _draw(args.plot)
+            return 0
         if torch_peers.installed():
             # Before the first use of the device: by default JAX takes most of its memory.
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        default = "tiny" if jax.default_backend() == "cpu" else "small"
-        models = command.subset(
-            "models", command.MODELS.value or [default], list(gpt2_shapes.MODELS)
+        models = args.model or ["tiny" if jax.default_backend() == "cpu" else "small"]
+        work = _work(args, models) if args.train_step else None
+        listed = {one.name: one for one in step_candidates.candidates(args.implementations)}
+        names = command.matching(
+            args.optimizers or ["*"], [*listed, *([] if work else torch_peers.NAMES)]
         )
-        layouts = command.subset("layouts", _LAYOUTS.value, gpt2_shapes.LAYOUTS)
-        implementations = command.subset(
-            "implementations", _IMPLEMENTATIONS.value, step_candidates.IMPLEMENTATIONS
-        )
-        pattern = command.pattern(command.ROWS.value or (_TRAINED if _TRAIN_STEP.value else ".*"))
-        work = _work() if _TRAIN_STEP.value else None
-        names = [one.name for one in _selected(pattern, implementations)]
-        if not names and not any(map(pattern.fullmatch, torch_peers.NAMES)):
-            raise ValueError(f"Expected --rows to match an optimizer, got {pattern.pattern!r}.")
+        if work is not None and args.optimizers is None:
+            names = [name for name in names if name.partition("/")[0] in _TRAINED]
+        chosen = [listed[name] for name in names if name in listed]
+        out = report.make_folder(args.out)
     except (OSError, ValueError) as error:
-        sys.exit(f"step_time: {error}")
+        flags.fail(error)
 
     tree: dict[str, Any] = {
         "environment": {
-            **environment.describe(command.COMMIT.value),
+            **environment.describe(args.commit),
             "backend": jax_backend.get_backend().platform_version,
             **torch_peers.versions(),
         },
         "settings": {
             "models": models,
-            "layouts": layouts,
-            "rows": pattern.pattern,
-            "implementations": implementations,
-            "repeats": command.REPEATS.value,
+            "layouts": args.layouts,
+            "optimizers": names,
+            "implementations": args.implementations,
+            "repeats": args.repeats,
             "train_step": None if work is None else dataclasses.asdict(work),
         },
-        "ceilings": ceilings.measure(),
+        "ceilings": {},
         "rows": [],
         "training": [],
     }
-    kind = "step_time" if work is None else "train_step"
-    path = command.result_path(kind, tree["environment"]["device"])
-    path.parent.mkdir(parents=True, exist_ok=True)
+    about = tree["environment"]
+    path = out / "results.json"
+    kind = "training steps" if work else "optimizer steps"
+    command.announce(
+        "step_time",
+        f"{kind} of {', '.join(names)}",
+        f"{about['devices']} {about['device']}, GPT-2 {', '.join(models)}, random numbers",
+        path,
+    )
+    tree["ceilings"] = ceilings.measure()
 
     def write() -> None:
         report.write_json(report.jsonable(tree), path)
 
     write()
     if work is not None:
-        measured = train_step.measure(
-            _selected(pattern, implementations),
-            work,
-            steps=command.INNER.value or 4,
-            repeats=command.REPEATS.value,
-        )
+        measured = train_step.measure(chosen, work, steps=args.steps or 4, repeats=args.repeats)
         tree["training"] = step_report.complete_training(measured, tree["ceilings"])
         write()
     else:
         measured = []
+        torch = [name for name in names if name not in listed]
         for row in rows(
-            models,
-            layouts,
-            pattern,
-            implementations,
-            inner=command.INNER.value,
-            repeats=command.REPEATS.value,
+            models, args.layouts, chosen, torch, inner=args.steps, repeats=args.repeats
         ):
             logging.info(
                 "%s, %s, %s: %s", row["model"], row["layout"], row["name"], row.get("ms", "failed")
@@ -303,10 +303,8 @@ def main(argv: Sequence[str]) -> None:
             measured.append(row)
             tree["rows"] = step_report.complete(measured, tree["ceilings"])
             write()
-    about = tree["environment"]
-    print("environment: " + ", ".join(f"{key} {value}" for key, value in about.items()))
-    print(f"\n{step_report.text(tree)}\n\nWritten: {path}.")
+    return command.conclude(tree, step_report.text(tree), path)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run("step_time", main, rows=True)

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import tqdm  # type: ignore[import-untyped]
 
-from benchmarks import curves, environment, grid, optimizers, report, resumable
+from benchmarks import command, curves, environment, grid, optimizers, report, resumable
+from benchmarks.command import positive as positive
 from benchmarks.optimizers import Optimizer
 
 # Factors of 2: nine orders of magnitude.
@@ -48,67 +49,71 @@ class Study:
     make: Callable[[Optimizer], resumable.Task]
 
 
-def parser(description: str, *, out: str) -> argparse.ArgumentParser:
-    """Returns a parser of the flags that all training benchmarks have.
+def parser(name: str, doc: str | None) -> command.Flags:
+    """Returns the flags that all training benchmarks have.
 
     Args:
-      description: of the command.
-      out: the folder that results go to by default.
+      name: of the command.
+      doc: its docstring.
     """
-    parser = argparse.ArgumentParser(
-        description=description,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command.Flags(name, doc)
     group = parser.add_argument_group("comparison")
-    rows = group.add_mutually_exclusive_group()
-    rows.add_argument(
+    group.add_argument(
         "--optimizers",
+        type=command.listed,
         default="adamw,mars,mars_m",
-        help=f"what to compare, out of {', '.join(optimizers.OPTIMIZERS)}; settings may follow: "
-        "'mars:gamma=0.05:b1=0.9'; 'adamw', or else the first, is the baseline",
+        help="what to compare, settings behind colons: mars:gamma=0.05:b1=0.9; baseline is adamw, "
+        "or the first",
     )
-    rows.add_argument(
+    group.add_argument(
         "--table",
-        help=f"a named table of optimizers instead: {', '.join(optimizers.TABLES)}, or an "
-        f"optimizer and one of {', '.join(optimizers.ABLATIONS)}, such as 'mars/gamma'",
+        help="or a named table of optimizers, see below",
     )
-    rates = group.add_mutually_exclusive_group()
-    rates.add_argument(
-        "--learning_rates", help="peak learning rates that every optimizer is tuned at"
+    group.add_argument(
+        "--learning_rates",
+        type=command.listed,
+        help="peak learning rates that every optimizer is tuned at",
     )
-    rates.add_argument(
+    group.add_argument(
         "--grid",
-        type=_grid,
-        help="without --learning_rates: how many, factors of 2 apart, around each one's own "
-        f"default, from 1 to {_LARGEST_GRID}; 1 if not given",
+        type=command.whole(1, _LARGEST_GRID),
+        help="or so many, factors of 2 apart, around each one's own default; by default 1",
     )
+    parser.exclude("optimizers", "table")
+    parser.exclude("learning_rates", "grid")
     group.add_argument(
         "--extend",
-        type=_extension,
+        type=command.whole(0, _LARGEST_GRID),
         default=4,
-        help="learning rates that may be tried beyond a grid while the best is at its edge; those "
-        "of earlier commands count",
+        help="learning rates that may be tried beyond a grid while the best is at its edge",
     )
-    group.add_argument("--seeds", default="0", help="seeds that learning rates are tuned at")
     group.add_argument(
-        "--final_seeds", help="seeds that the best learning rate is run at; by default --seeds"
+        "--seeds", type=command.listed, default="0", help="seeds that learning rates are tuned at"
     )
+    group.add_argument(
+        "--final_seeds",
+        type=command.listed,
+        help="seeds that the best learning rate is run at; by default --seeds",
+    )
+    parser.notes += [
+        f"optimizers: {', '.join(optimizers.OPTIMIZERS)}",
+        f"tables: {', '.join(optimizers.TABLES)}, and OPTIMIZER/TABLE, such as mars/gamma, with",
+        f"  {', '.join(optimizers.ABLATIONS)}",
+    ]
     group = parser.add_argument_group("how it runs")
     group.add_argument(
         "--vmap", type=positive, default=1, help="runs of one optimizer that are made together"
     )
     group.add_argument(
-        "--limit", type=_seconds, help="seconds after which to save a checkpoint and stop"
+        "--limit", type=command.seconds, help="seconds after which to save a checkpoint and stop"
     )
     group.add_argument(
         "--save_every",
-        type=_seconds,
-        default=600,
-        help="seconds between two checkpoints; 0 is none",
+        type=command.seconds,
+        default=600.0,
+        help="seconds between two checkpoints; 0 is none but that of a stop",
     )
-    group.add_argument("--out", default=out, help="folder of the results, and to go on from")
-    group.add_argument("--commit", help="what to record as the commit; by default git says")
+    command.add_output(parser)
     return parser
 
 
@@ -118,40 +123,8 @@ def add_dtype(group: Any) -> None:
         "--dtype",
         choices=["bfloat16", "float32"],
         default="bfloat16",
-        help="of activations and products; parameters and optimizer are float32",
+        help="of activations and products",
     )
-
-
-def _whole(text: str, least: int, largest: int) -> int:
-    # Python reads no number of thousands of digits.
-    if not text.isdecimal() or not least <= int(text[:99]) <= largest:
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number from {least} to {largest}, got {text[:99]!r}"
-        )
-    return int(text)
-
-
-def _extension(text: str) -> int:
-    return _whole(text, 0, _LARGEST_GRID)
-
-
-def _grid(text: str) -> int:
-    return _whole(text, 1, _LARGEST_GRID)
-
-
-def positive(text: str) -> int:
-    """Reads a whole number from 1, for `argparse`."""
-    return _whole(text, 1, 2**63 - 1)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected seconds from 0, got {text!r}")
-    return seconds
 
 
 def parse_optimizers(
@@ -161,11 +134,9 @@ def parse_optimizers(
 
     Of those with the same settings the first is kept, and the others are printed.
     """
-    texts = args.optimizers.split(",") if args.table is None else optimizers.table(args.table)
+    texts = args.optimizers if args.table is None else optimizers.table(args.table)
     given = (
-        []
-        if args.learning_rates is None
-        else optimizers.parse_learning_rates(args.learning_rates.split(","))
+        [] if args.learning_rates is None else optimizers.parse_learning_rates(args.learning_rates)
     )
     chosen, notes = optimizers.distinct(optimizers.parse_optimizers(texts, domain))
     for note in notes:
@@ -183,11 +154,11 @@ def protocol(args: argparse.Namespace, **curves: str) -> grid.Protocol:
       args: the flags.
       **curves: `chosen_by`, `compared` and `unit`, see `grid.Protocol`.
     """
-    seeds = optimizers.parse_seeds(args.seeds.split(","), "seeds")
+    seeds = optimizers.parse_seeds(args.seeds, "seeds")
     final = (
         seeds
         if args.final_seeds is None
-        else optimizers.parse_seeds(args.final_seeds.split(","), "final_seeds")
+        else optimizers.parse_seeds(args.final_seeds, "final_seeds")
     )
     return grid.Protocol(seeds, final, args.extend, **curves)
 
@@ -202,24 +173,33 @@ def _now() -> str:
 
 
 class _Watch:
-    """Tells of a group of runs, on a progress bar and in the log."""
+    """Shows a group of runs on a progress bar, and logs it."""
 
-    def __init__(self, bar: Any, log: pathlib.Path, cells: Sequence[grid.Cell]) -> None:
+    def __init__(
+        self, bar: Any, log: pathlib.Path, cells: Sequence[grid.Cell], *, compiles: bool
+    ) -> None:
         self._bar = bar
         self._log = log
         self._cells = cells
         self._begun = False
         more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
         bar.set_description(f"{cells[0]}{more}")
+        if compiles:
+            bar.set_postfix_str("compiling ...")
+        self.step = 0
 
     def __call__(self, steps: int, progress: resumable.Progress) -> None:
-        self._bar.update(steps * len(self._cells))
+        self.step = progress.step
         if not self._begun:
-            # The first call tells what earlier processes did, and logged.
+            self._bar.update(steps * len(self._cells))
+            # The first call is of what earlier processes did, and logged.
             self._begun = True
+            if steps:
+                self._bar.write(f"{self._cells[0]}: goes on from step {steps}", file=sys.stderr)
             return
         means = progress.losses[-1] if progress.losses else progress.train_loss[-1]
         self._bar.set_postfix_str(f"training loss {min(means):.3f}", refresh=False)
+        self._bar.update(steps * len(self._cells))
         if progress.losses:
             return
         lines = []
@@ -238,40 +218,45 @@ class _Watch:
         grid.append(self._log, "".join(lines))
 
 
-def complete(study: Study, args: argparse.Namespace, records: grid.Records, began: float) -> bool:
+def complete(
+    study: Study, args: argparse.Namespace, records: grid.Records, deadline: resumable.Deadline
+) -> str | None:
     """Makes all runs that are missing.
 
     Args:
       study: the comparison.
       args: the flags.
       records: the finished runs, to which new ones are added.
-      began: a reading of `time.perf_counter` that the limit counts from.
+      deadline: when to stop.
 
     Returns:
-      Whether all are done; else the limit came first.
+      Where it stopped; None if all are done.
     """
     out = pathlib.Path(args.out)
     described = environment.describe(args.commit)
-    deadline = resumable.Deadline(args.limit, began)
     save_every = args.save_every or math.inf
     with tqdm.tqdm(total=0, unit="step", dynamic_ncols=True) as bar:
         for optimizer, rates in study.optimizers:
             task = study.make(optimizer)
+            compiled: set[int] = set()  # by the number of runs together
             for wanted in grid.rounds(optimizer, rates, study.protocol, records.of):
                 missing = [cell for cell in wanted if records.find(cell) is None]
                 bar.total += task.steps * len(missing)
                 for cells in grid.groups(missing, args.vmap):
                     name = grid.digest([grid.key(cell, study.task) for cell in cells])
+                    new = len(cells) not in compiled
+                    compiled.add(len(cells))
+                    watch = _Watch(bar, out / "log.jsonl", cells, compiles=new)
                     runs = resumable.train(
                         task,
                         cells,
                         out / "checkpoints" / name,
                         deadline=deadline,
                         save_every=save_every,
-                        report=_Watch(bar, out / "log.jsonl", cells),
+                        report=watch,
                     )
                     if runs is None:
-                        return False
+                        return f"{cells[0]} is saved at step {watch.step} of {task.steps}"
                     extra = {"finished": _now(), "environment": described}
                     records.add(
                         [(cell, {**run, **extra}) for cell, run in zip(cells, runs, strict=True)]
@@ -279,7 +264,7 @@ def complete(study: Study, args: argparse.Namespace, records: grid.Records, bega
                     for cell, run in zip(cells, runs, strict=True):
                         value = grid.last(run, study.protocol.chosen_by)
                         bar.write(f"{cell}: {value:.4f}", file=sys.stderr)
-    return True
+    return None
 
 
 def results(study: Study, records: Sequence[grid.Record]) -> dict[str, Any]:
@@ -312,28 +297,72 @@ def run(study: Study, args: argparse.Namespace, began: float) -> int:
       began: a reading of `time.perf_counter` that the limit counts from.
 
     Returns:
-      The exit status, 0 also where the limit came first.
+      The exit status, 0 also where the limit came first. After a signal the process ends, with
+      128 and the signal's number.
     """
     try:
         out = report.make_folder(args.out)
-    except ValueError as error:
+        for name in ("records.jsonl", "log.jsonl", "results.json"):
+            if (out / name).is_dir():
+                raise ValueError(
+                    f"Expected a folder of results as --out, got {str(out)!r}, in which {name} is "
+                    "a folder. Name another."
+                )
+        records = grid.Records(out / "records.jsonl", study.task)
+    except (OSError, ValueError) as error:
         sys.exit(f"{study.name}: {error}")
-    print("data: " + ", ".join(f"{key} {value}" for key, value in study.data.items()))
-    records = grid.Records(out / "records.jsonl", study.task)
-    done = complete(study, args, records, began)
+    names = [optimizer.name for optimizer, _ in study.optimizers]
+    size = f", {study.task['parameters']:,} parameters" if "parameters" in study.task else ""
+    command.announce(
+        study.name,
+        f"{', '.join(names)}{size}, tuned at seeds {', '.join(map(str, study.protocol.seeds))}",
+        f"{jax.device_count()} {jax.devices()[0].device_kind}, data: "
+        + ", ".join(f"{k} {v}" for k, v in study.data.items() if "sha256" not in k),
+        out,
+    )
+    with command.Interrupt() as interrupt:
+        deadline = resumable.Deadline(args.limit, began, interrupt)
+        stopped = complete(study, args, records, deadline)
     found = records.of_task()
     report.write_json(results(study, found), out / "results.json")
+    if interrupt.number:
+        again = command.again(study.name)
+        print(f"{study.name}: interrupted, {stopped or 'all runs are done'}. Go on with: {again}")
+        sys.exit(128 + interrupt.number)
     chosen = [optimizer for optimizer, _ in study.optimizers]
-    summaries, left_out = grid.summarize(
-        grid.named(found, chosen), study.protocol, [optimizer.name for optimizer in chosen]
-    )
+    summaries, left_out = grid.summarize(grid.named(found, chosen), study.protocol, names)
+    written = "results.json"
     if summaries:
         curves.plot(summaries, out / "curves.png")
+        written += ", curves.png"
+        if curves.plot_measures(summaries, out / "diagnostics.png"):
+            written += ", diagnostics.png"
         print(f"\n{report.text(summaries)}\n")
     for name, why in left_out.items():
         print(f"`{name}` is left out: {why}.")
     seconds = time.perf_counter() - began
-    print(f"{len(found)} runs are done in {out}, with results; {seconds:.0f} s this time.")
-    if not done:
-        print("The limit came before the end: give the same command again to go on.")
+    print(f"{len(found)} runs are done in {out}: {written}; {seconds:.0f} s this time.")
+    if stopped:
+        print(f"The limit came first: {stopped}. Give the same command again to go on.")
     return 0
+
+
+def main(
+    parser: command.Flags,
+    build: Callable[[argparse.Namespace], Study],
+    argv: Sequence[str] | None,
+) -> int:
+    """Reads the flags, makes the runs that are missing, writes and prints what there is.
+
+    Args:
+      parser: the flags.
+      build: makes the comparison; what it raises is about flags and files.
+      argv: the command line, `sys.argv` by default.
+    """
+    began = time.perf_counter()
+    args = parser.parse_args(argv)
+    try:
+        comparison = build(args)
+    except (OSError, ValueError) as error:
+        parser.fail(error)
+    return run(comparison, args, began)

@@ -14,8 +14,6 @@ import argparse
 import dataclasses
 import functools
 import math
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +24,7 @@ import optax
 import optax.contrib
 from flax import nnx
 
-from benchmarks import grid, image_models, images, optimizers, study, training
+from benchmarks import command, grid, image_models, images, optimizers, study, training
 from benchmarks.optimizers import Optimizer
 
 _CONVOLUTION = optax.contrib.MuonDimensionNumbers(reduction_axis=(0, 1, 2), output_axis=3)
@@ -318,9 +316,9 @@ class Vision:
         return loss, jnp.where(jnp.isfinite(loss), 100 * jnp.mean(wrong), jnp.nan)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the flags."""
-    parser = study.parser((__doc__ or "").splitlines()[0], out="runs/vision")
+def parser() -> command.Flags:
+    """Returns the flags."""
+    parser = study.parser("vision", __doc__)
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -330,52 +328,54 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--width",
-        type=study.positive,
-        help="channels of the first stage, or size of the residual stream; by default 16 or 64; "
-        "for CIFAR take 64 or 192",
+        type=command.positive,
+        help="channels of the first stage, or of the residual stream; by default 16 or 64",
     )
     group.add_argument(
-        "--depth", type=study.positive, help="blocks of a stage, or in all; by default 2 or 6"
+        "--depth",
+        type=command.whole(1, 1000),
+        help="blocks of a stage, or in all; by default 2 or 6",
     )
     study.add_dtype(group)
     group = parser.add_argument_group("training")
     group.add_argument(
-        "--epochs", type=study.positive, default=30, help="passes over the training images"
+        "--epochs", type=command.positive, default=30, help="passes over the training images"
     )
-    group.add_argument("--batch_size", type=study.positive, default=128, help="images of an update")
+    group.add_argument(
+        "--batch_size", type=command.positive, default=128, help="images of an update"
+    )
     group.add_argument(
         "--schedule",
         choices=["multistep", "cosine"],
         default="multistep",
-        help="a tenth after half of the run and a hundredth after three quarters, or a cosine to 0 "
-        "after a warm-up of a twentieth",
+        help="steps down to a tenth and a hundredth, or a warm-up and a cosine to 0",
     )
     group.add_argument(
         "--padding",
-        type=int,
-        help="width of the black border that images are cut out of; by default an eighth of the "
-        "height",
+        type=command.whole(0),
+        help="width of the border that images are cut out of; by default an eighth of the height",
     )
     group.add_argument(
         "--flip",
-        action=argparse.BooleanOptionalAction,
+        type=bool,
         help="whether to mirror images; by default those with colours",
     )
     group.add_argument(
-        "--eval_every", type=study.positive, default=1, help="epochs between two evaluations"
+        "--eval_every", type=command.positive, default=1, help="epochs between two evaluations"
     )
     group.add_argument(
         "--train_file",
-        help="images: files of .npz or .xz, separated by commas, or a folder of CIFAR-10's or "
-        "CIFAR-100's binary files; without it scikit-learn's digits",
+        type=command.listed,
+        help=".npz or .xz files, or a folder of CIFAR's binary files; by default digits",
     )
-    group.add_argument("--test_file", help="images to test on, unless in that folder")
+    group.add_argument(
+        "--test_file", type=command.listed, help="images to test on, unless in that folder"
+    )
     group.add_argument(
         "--held_out",
-        type=float,
+        type=command.number(0),
         default=0.1,
-        help="share of the training images that learning rates are chosen by; with 0 they are "
-        "chosen by the test images",
+        help="share of the training images that choose the learning rate; with 0 the test images",
     )
     return parser
 
@@ -398,8 +398,8 @@ def build(args: argparse.Namespace) -> study.Study:
         args, chosen_by="validation_error", compared="test_error", unit="percent"
     )
     dataset = images.load(
-        [] if args.train_file is None else args.train_file.split(","),
-        [] if args.test_file is None else args.test_file.split(","),
+        args.train_file or [],
+        args.test_file or [],
         held_out=args.held_out,
     )
     height, width, channels = dataset.train[0].shape[1:]
@@ -413,11 +413,10 @@ def build(args: argparse.Namespace) -> study.Study:
         dtype=args.dtype,
     )
     padding = max(1, height // 8) if args.padding is None else args.padding
-    if padding < 0 or args.batch_size > len(dataset.train[1]):
+    if args.batch_size > len(dataset.train[1]):
         raise ValueError(
-            "Expected padding from 0, and no more images in a batch than there are for training, "
-            f"got {padding}, and {args.batch_size} of {len(dataset.train[1])}. Change --padding or "
-            "--batch_size."
+            "Expected no more images in a batch than there are for training, got "
+            f"{args.batch_size} of {len(dataset.train[1])}. Change --batch_size."
         )
     if not resnet and (height % config.patch or width % config.patch):
         raise ValueError(
@@ -451,14 +450,8 @@ def build(args: argparse.Namespace) -> study.Study:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, makes the runs that are missing, writes and prints what there is."""
-    began = time.perf_counter()
-    args = parser().parse_args(argv)
-    try:
-        comparison = build(args)
-    except (OSError, ValueError) as error:
-        sys.exit(f"vision: {error}")
-    return study.run(comparison, args, began)
+    return study.main(parser(), build, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("vision", main)

@@ -300,14 +300,16 @@ class PiecesTest(FolderTest):
 
 class StudyTest(FolderTest):
     def study(self, *flags: str) -> tuple[study.Study, argparse.Namespace]:
-        args = study.parser("", out=str(self.folder)).parse_args(["--commit=none", *flags])
+        given = [f"--out={self.folder}", "--commit=none", *flags]
+        args = study.parser("gpt2", "").parse_args(given)
         chosen = study.parse_optimizers(args, gpt2.DOMAIN)
         protocol = study.protocol(args)
         return study.Study("gpt2", chosen, protocol, _TASK, {}, lambda optimizer: Decay()), args
 
     def made(self, *flags: str) -> list[grid.Record]:
         comparison, args = self.study("--optimizers=adamw", *flags)
-        self.assertTrue(study.complete(comparison, args, self.records, time.perf_counter()))
+        never = resumable.Deadline(None, 0.0)
+        self.assertIsNone(study.complete(comparison, args, self.records, never))
         return self.records.of_task()
 
     def test_so_many_runs_are_made_together(self):
@@ -334,39 +336,8 @@ class StudyTest(FolderTest):
         self.assertIn("`adamw` is left out: 0.1, its best, has not run at seeds 1.", printed)
         self.assertIn("`mars` is left out: no run.", printed)
 
-    @parameterized.parameters(
-        ("--table=main", "--optimizers=adamw"),
-        ("--learning_rates=0.1", "--grid=3"),
-        ("--learning_rates=0.1", "--grid=1"),
-    )
-    def test_a_flag_that_would_be_ignored_is_an_error(self, *flags: str):
-        message = io.StringIO()
-        with contextlib.redirect_stderr(message), self.assertRaises(SystemExit):
-            study.parser("", out="").parse_args(flags)
-        self.assertIn("not allowed with argument", message.getvalue())
-
-    @parameterized.parameters(
-        ("--grid=0", "from 1 to 31, got '0'"),
-        ("--grid=32", "from 1 to 31, got '32'"),
-        ("--vmap=0", "from 1 to 9223372036854775807, got '0'"),
-        (f"--vmap={'9' * 5000}", "from 1 to 9223372036854775807, got '9999"),
-        ("--extend=32", "from 0 to 31, got '32'"),
-        (f"--extend={'9' * 5000}", "from 0 to 31, got '9999"),
-    )
-    def test_a_number_of_runs_outside_its_range_is_an_error(self, flag: str, message: str):
-        output = io.StringIO()
-        with contextlib.redirect_stderr(output), self.assertRaises(SystemExit):
-            study.parser("", out="").parse_args([flag])
-        self.assertIn(message, output.getvalue())
-
-    def test_a_flag_cannot_be_abbreviated(self):
-        message = io.StringIO()
-        with contextlib.redirect_stderr(message), self.assertRaises(SystemExit):
-            study.parser("", out="").parse_args(["--seed=1"])
-        self.assertIn("unrecognized arguments: --seed=1", message.getvalue())
-
     def test_of_optimizers_with_the_same_settings_the_first_is_kept(self):
-        args = study.parser("", out="").parse_args(["--table=mars/betas"])
+        args = study.parser("gpt2", "").parse_args(["--table=mars/betas"])
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             ((chosen, _),) = study.parse_optimizers(args, vision.DOMAIN)
@@ -405,8 +376,22 @@ class TablesTest(FolderTest):
     def test_other_results_are_an_error_that_names_the_file(self, text: str):
         path = self.folder / "other.json"
         path.write_text(text)
-        with self.assertRaisesRegex(ValueError, "Expected results of gpt2 or vision, got .*other"):
+        with self.assertRaisesRegex(ValueError, "Expected results of gpt2, language_model, vision, got .*other"):
             evidence.write(path, ["main"], self.folder)
+
+    def test_a_file_that_is_not_there_is_an_error_that_names_it(self):
+        message = "evidence: Expected results of gpt2, language_model, vision, got '.*nowhere.json'"
+        with self.assertRaisesRegex(SystemExit, message):
+            evidence.main([str(self.folder / "nowhere.json")])
+
+    @parameterized.parameters("records.jsonl", "log.jsonl", "results.json")
+    def test_a_folder_in_the_place_of_a_file_is_an_error(self, name: str):
+        args = study.parser("gpt2", "").parse_args([f"--out={self.folder}"])
+        protocol = study.protocol(args)
+        comparison = study.Study("gpt2", [], protocol, _TASK, {}, None)
+        (self.folder / name).mkdir()
+        with self.assertRaisesRegex(SystemExit, f"gpt2: Expected a folder of results .*{name}"):
+            study.run(comparison, args, 0.0)
 
     @parameterized.parameters("mars", "mars/", "sgd/gamma", "mars/other")
     def test_an_unknown_table_is_an_error(self, name: str):

@@ -6,10 +6,10 @@ import json
 import pathlib
 import tempfile
 
-from absl import flags
-from absl.testing import absltest, flagsaver, parameterized
+from absl.testing import absltest, parameterized
 
-from benchmarks import language_model
+from benchmarks import gpt, gpt2, language_model
+from tests.benchmarks import flags
 
 
 class CommandTest(parameterized.TestCase):
@@ -22,9 +22,10 @@ class CommandTest(parameterized.TestCase):
     def run_command(self, *arguments: str, text: bool = True) -> str:
         output = io.StringIO()
         given = [f"--data_file={self.text}"] if text else []
-        with flagsaver.flagsaver(), contextlib.redirect_stdout(output):
-            flags.FLAGS(["language_model", f"--out={self.folder / 'out'}", *given, *arguments])
-            language_model.main(["language_model"])
+        with contextlib.redirect_stdout(output):
+            language_model.main(
+                flags.last(f"--out={self.folder / 'out'}", "--devices=1", *given, *arguments)
+            )
         return output.getvalue()
 
     def test_a_comparison_writes_its_files_and_prints_who_won(self):
@@ -32,33 +33,45 @@ class CommandTest(parameterized.TestCase):
             "--optimizers=adamw,mars,mars:gamma=0.025",
             "--learning_rates=1e-2,2e-3",
             "--seeds=0,1",
-            "--size=tiny",
+            "--width=32",
+            "--layers=1",
             "--context=16",
             "--batch_size=4",
             "--steps=20",
             "--eval_every=10",
+            "--extend=0",
+            "--diagnose",
         )
-        self.assertStartsWith((self.folder / "out/curves.png").read_bytes(), b"\x89PNG")
+        for name in ("curves.png", "diagnostics.png"):
+            self.assertStartsWith((self.folder / "out" / name).read_bytes(), b"\x89PNG")
         results = json.loads((self.folder / "out/results.json").read_text())
-        self.assertLen(results["runs"], 2 * 2 * 2)
-        for run in results["runs"]:
-            self.assertLess(run["train_loss"][-1], run["train_loss"][0])
-            self.assertLess(run["validation_loss"][-1], run["validation_loss"][0])
-        starts = {(run["seed"], run["validation_loss"][0]) for run in results["runs"]}
+        records = results["records"]
+        self.assertLen(records, 2 * 2 * 2)
+        for record in records:
+            loss = record["curves"]["validation_loss"]
+            self.assertLess(record["train_loss"][-1], record["train_loss"][0])
+            self.assertLess(loss[-1], loss[0])
+            self.assertEqual("measure/cosine" in record["curves"], record["optimizer"] == "mars")
+            self.assertEqual(record["every_setting"]["eps"], 1e-8)
+        starts = {(record["seed"], record["curves"]["validation_loss"][0]) for record in records}
         self.assertLen(starts, 2)
         self.assertContainsSubset(
             {"device", "jax", "jaxlib", "optax", "flax", "mars_optax", "python", "commit"},
-            results["environment"],
+            results["environments"][0],
         )
-        self.assertEqual(results["settings"]["learning_rates"], [2e-3, 1e-2])
-        self.assertEqual(results["settings"]["optimizers"]["adamw"]["weight_decay"], 0.1)
-        mars = results["results"][1]
-        self.assertEqual(mars["optimizer"], "mars")
-        self.assertLen(mars["grid"], 2)
-        self.assertIn(mars["verdict"], printed)
+        self.assertEqual(results["task"]["model"]["dtype"], "float32")
+        self.assertFalse(results["task"]["model"]["tied"])
+        self.assertRegex(printed, r"\nmars against adamw: (mars wins|adamw wins|no winner)")
         self.assertIn("`mars:gamma=0.025` is left out: its settings are those of `mars`", printed)
         self.assertIn("state bytes", printed)
-        self.assertIn(f"sha256 {results['data']['sha256']}", printed)
+        self.assertStartsWith(printed.partition("\n")[2], "language_model: adamw, mars, ")
+
+    def test_the_default_model_is_the_one_of_the_recorded_runs(self):
+        args = language_model.parser().parse_args(["--devices=1"])
+        config = gpt2.model_config(args, 256, "cpu")
+        self.assertEqual(config, gpt.GPTConfig(256, 64, 64, 3, 4, dtype="float32", attention="xla"))
+        self.assertEqual((args.steps, args.batch_size, args.eval_every), (1000, 16, 50))
+        self.assertEqual(args.eval_windows, 256)
 
     @parameterized.named_parameters(
         ("missing_file", ["--data_file=nowhere.txt"], "'nowhere.txt', which is not there"),
@@ -78,7 +91,7 @@ class CommandTest(parameterized.TestCase):
     def test_a_wrong_flag_ends_with_its_reason(self, arguments: list[str], message: str):
         with self.assertRaises(SystemExit) as context:
             self.run_command(*arguments)
-        self.assertStartsWith(str(context.exception.code), "language_model: Expected")
+        self.assertRegex(str(context.exception.code), r"^language_model: (--\w+: )?Expected.*$")
         self.assertIn(message, str(context.exception.code))
         self.assertFalse((self.folder / "out").exists())
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from typing import Any
 from unittest import mock
 
@@ -192,13 +193,15 @@ class ParseTest(parameterized.TestCase):
         ("mars:keep_prev_grad=1", "Expected 'true' or 'false' for keep_prev_grad.*got '1'"),
         ("mars:global_clip=-1", "positive number or 'none' for global_clip.*--optimizers"),
         ("mars:global_clip=0", "in 'mars:global_clip=0', got 0.0"),
+        ("mars:b1=2", "Expected b1 from 0 to below 1 in 'mars:b1=2', got 2"),
+        ("mars:max_norm=none:max_norm=1", "Expected each setting once"),
     )
     def test_a_wrong_optimizer_is_an_error(self, text: str, message: str):
         with self.assertRaisesRegex(ValueError, message):
             optimizers.parse_optimizer(text)
 
     @parameterized.parameters(
-        ("mars:b1=2", "decay rate"),
+        ("mars:max_norm=-1", "expected a number > 0"),
         ("mars:gamma=none", "got None"),
         ("mars:prev_grad_dtype=foo", "expected a dtype"),
         ("lion:b1=none", "NoneType"),
@@ -212,9 +215,9 @@ class ParseTest(parameterized.TestCase):
     @parameterized.parameters(
         ("mars:global_clip=0.5", "global_clip", 0.5),
         ("storm_adamw:correction_clip=1.0", "correction_clip", 1.0),
-        ("mars:max_norm=none:max_norm=1", "max_norm", 1.0),
+        ("mars:max_norm=1", "max_norm", 1.0),
         ("mars:prev_grad_dtype=bfloat16", "prev_grad_dtype", "bfloat16"),
-        ("mars:keep_prev_grad=none:keep_prev_grad=true", "keep_prev_grad", True),
+        ("mars:keep_prev_grad=true", "keep_prev_grad", True),
     )
     def test_a_setting_without_a_default_is_a_number_or_a_word(
         self, text: str, setting: str, value: Any
@@ -255,6 +258,28 @@ class ParseTest(parameterized.TestCase):
     def test_a_repeated_learning_rate_is_an_error(self):
         with self.assertRaisesRegex(ValueError, "differ"):
             optimizers.parse_learning_rates(["1e-3", "0.001"])
+
+
+class SettingsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("adamw:b1=2", "Expected b1 from 0 to below 1"),
+        ("muon:beta=1", "Expected beta from 0 to below 1"),
+        ("adamw:weight_decay=-1", "Expected weight_decay from 0"),
+        ("mars:gamma=0.1:gamma=0.2", "Expected each setting once"),
+    )
+    def test_a_setting_out_of_range_or_given_twice_is_an_error(self, text: str, message: str):
+        with self.assertRaisesRegex(ValueError, message):
+            optimizers.parse_optimizer(text)
+
+    @parameterized.parameters(*optimizers.OPTIMIZERS)
+    def test_every_setting_can_be_written_and_holds_those_that_are_set(self, name: str):
+        chosen = optimizers.parse_optimizer(name)
+        every = json.loads(json.dumps(chosen.every_setting()))
+        self.assertContainsSubset(chosen.settings.keys(), every.keys())
+        for key, value in chosen.settings.items():
+            self.assertEqual(every[key], value)
+        self.assertTrue({"eps", "eps_1d", "mu_dtype"} & every.keys())
+        self.assertNotIn("adam_b1", every)
 
 
 if __name__ == "__main__":

@@ -243,11 +243,11 @@ class TablesTest(absltest.TestCase):
             return output.getvalue()
 
         self.assertEqual(printed(), planning.tables() + "\n")
-        changed = printed("--chips", "16", "--tensor=4", "--matmul_share=0.25", "--steps=7")
+        changed = printed("--chips=16", "--tensor=4", "--matmul_share=0.25", "--iterations=7")
         self.assertIn("FSDP 4 x tensor 4", changed)
         self.assertIn("Newton-Schulz at 0.25 of the peak", changed)
-        with contextlib.redirect_stderr(io.StringIO()), self.assertRaises(SystemExit):
-            printed("--chips", "10", "--tensor=4")
+        with self.assertRaisesRegex(SystemExit, "multiples of --tensor=4 as --chips, got 10"):
+            printed("--chips=10", "--tensor=4")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Runs in pieces, by a clock that tasks set: when they end, and what is recorded of their time."""
 
 import pathlib
+import signal
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from benchmarks import grid, optimizers, resumable
+from benchmarks import command, grid, optimizers, resumable
 
 _NEVER = resumable.Deadline(None, 0.0)
 
@@ -99,6 +100,23 @@ class ResumableTest(parameterized.TestCase):
             self.assertEqual(record["seconds_per_step"], 6.0 / 2 / together)
             self.assertEqual(record["state_bytes"], 3 * 4)
             self.assertEqual(record["together"], together)
+
+    def test_a_signal_stops_after_the_call_and_its_state_is_saved(self):
+        class Interrupted(Scripted):
+            def advance(self, state: Any, step: int, cells: Sequence[grid.Cell]) -> Any:
+                if step == 2:
+                    signal.raise_signal(signal.SIGINT)
+                return super().advance(state, step, cells)
+
+        adamw = optimizers.parse_optimizer("adamw")
+        cells = [grid.Cell(adamw, 1e-3, 0)]
+        task = Interrupted(self.clock, np.ones((1, 8)), [[3.0]] * 3)
+        with command.Interrupt() as interrupt:
+            deadline = resumable.Deadline(None, 0.0, interrupt)
+            self.assertIsNone(resumable.train(task, cells, self.folder, deadline=deadline))
+        self.assertEqual(task.calls, 2)
+        _, progress = resumable.restore(self.folder, task.init(cells))
+        self.assertEqual(progress.step, 4)
 
     def test_a_call_that_would_pass_the_deadline_is_not_begun(self):
         # After three calls it is 112, and the fourth would end at 118.

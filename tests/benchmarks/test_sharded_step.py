@@ -14,8 +14,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from absl import flags
-from absl.testing import absltest, flagsaver, parameterized
+from absl.testing import absltest, parameterized
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import gpt2_shapes, sharded_step, shardings
@@ -103,20 +102,20 @@ class MeasureTest(absltest.TestCase):
 class CommandTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.result = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "r.json"
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.result = folder / "out" / "results.json"
 
     def run_command(self, *arguments: str) -> str:
         output = io.StringIO()
-        with flagsaver.flagsaver(), contextlib.redirect_stdout(output):
-            flags.FLAGS(
-                ["sharded_step", f"--result={self.result}", "--repeats=2", "--inner=2", *arguments]
+        with contextlib.redirect_stdout(output):
+            sharded_step.main(
+                [f"--out={self.result.parent}", "--repeats=2", "--steps=2", *arguments]
             )
-            sharded_step.main(["sharded_step"])
         return output.getvalue()
 
     def test_a_run_writes_every_figure(self):
         printed = self.run_command(
-            "--rows=adamw|mars|mars_m_redundant",
+            "--optimizers=adamw,mars,mars_m_redundant",
             "--devices=1,8",
             "--shardings=flat/fsdp",
             "--loop_if=600",
@@ -168,7 +167,10 @@ class CommandTest(parameterized.TestCase):
 
     def test_rows_that_cannot_be_say_why_and_the_others_survive(self):
         printed = self.run_command(
-            "--rows=adamw", "--devices=8", "--shardings=stacked/layers,stacked/fsdp", "--loop_if=0"
+            "--optimizers=adamw",
+            "--devices=8",
+            "--shardings=stacked/layers,stacked/fsdp",
+            "--loop_if=0",
         )
         uneven, adamw = json.loads(self.result.read_text())["rows"]
         self.assertStartsWith(uneven["error"], "ValueError: Expected a multiple of 8 layers")
@@ -177,7 +179,7 @@ class CommandTest(parameterized.TestCase):
 
     def test_after_the_limit_no_row_begins(self):
         with mock.patch.object(sharded_step, "measure") as measure:
-            self.run_command("--limit=0", "--devices=2", "--rows=adamw|muon")
+            self.run_command("--limit=0", "--devices=2", "--optimizers=adamw,muon")
         measure.assert_not_called()
         rows = json.loads(self.result.read_text())["rows"]
         self.assertLen(rows, 2 * 3)
@@ -194,10 +196,9 @@ class CommandTest(parameterized.TestCase):
         self.assertLen(json.loads(self.result.read_text())["rows"], 1)
 
     @parameterized.named_parameters(
-        ("model", ["--models=huge"], "--models out of"),
-        ("sharding", ["--shardings=flat/layers"], "--shardings out of"),
-        ("expression", ["--rows=("], "regular expression"),
-        ("no_row", ["--rows=nothing"], "to match one of mars_m, "),
+        ("model", ["--model=huge"], "--model: Expected some of"),
+        ("sharding", ["--shardings=flat/layers"], "--shardings: Expected some of"),
+        ("no_row", ["--optimizers=nothing"], "patterns of mars_m, "),
         ("too_many", ["--devices=1,9"], "from 1 to the 8 that there are"),
         ("no_number", ["--devices=all"], "from 1 to the 8 that there are"),
     )
@@ -210,7 +211,12 @@ class CommandTest(parameterized.TestCase):
     def test_devices_of_the_processor_are_made(self):
         command = [
             *(sys.executable, "-m", "benchmarks.sharded_step", "--host_devices=3"),
-            *("--rows=adamw", "--shardings=flat/fsdp", "--loop_if=0", f"--result={self.result}"),
+            *(
+                "--optimizers=adamw",
+                "--shardings=flat/fsdp",
+                "--loop_if=0",
+                f"--out={self.result.parent}",
+            ),
         ]
         subprocess.run(command, cwd=_ROOT, check=True, env={**os.environ, "XLA_FLAGS": ""})
         (row,) = json.loads(self.result.read_text())["rows"]

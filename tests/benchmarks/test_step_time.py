@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl import flags
-from absl.testing import absltest, flagsaver, parameterized
+from absl.testing import absltest, parameterized
 from flax import nnx
 
 import mars_optax
@@ -34,6 +33,7 @@ from benchmarks import (
     train_step,
 )
 from mars_optax._src.kernels import execute
+from tests.benchmarks import flags
 from tests.support import interpreter
 
 _CANDIDATES = {one.name: one for one in step_candidates.candidates()}
@@ -134,7 +134,7 @@ class ShapesTest(parameterized.TestCase):
         self.assertGreater(np.abs(first["a"] - second["a"]).mean(), 0.1)
 
     def test_the_trained_model_is_gpt2_small(self):
-        config = gpt.GPTConfig(50257, 1024, *gpt.SIZES["gpt2"], biases=True, tied=True)
+        config = gpt.GPTConfig(50257, 1024, 768, 12, 12, biases=True, tied=True)
         model = train_step.abstract_model(config)[1]
         self.assertEqual(gpt2_shapes.parameters(model), 124_439_808)
 
@@ -337,7 +337,7 @@ class ReportTest(absltest.TestCase):
         self.assertEqual(completed[2], rows[2])
 
     def test_model_operations(self):
-        config = gpt.GPTConfig(50257, 1024, *gpt.SIZES["gpt2"], biases=True, tied=True)
+        config = gpt.GPTConfig(50257, 1024, 768, 12, 12, biases=True, tied=True)
         work = train_step.Work(config, batch=480, microbatch=16)
         self.assertEqual(work.tokens, 480 * 1024)
         # Forward and backward make 3 times 2 operations a parameter; Q K^T and its product with V
@@ -430,20 +430,20 @@ class TrainStepTest(absltest.TestCase):
 class CommandTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.result = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "r.json"
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.result = folder / "out" / "results.json"
         ceilings = {**_CEILINGS, "copy_size_bytes": 1, "matmul_edge": 1}
         self.enterContext(mock.patch("benchmarks.ceilings.measure", return_value=ceilings))
 
     def run_command(self, *arguments: str) -> str:
         output = io.StringIO()
-        with flagsaver.flagsaver(), contextlib.redirect_stdout(output):
-            flags.FLAGS(["step_time", f"--result={self.result}", "--repeats=2", *arguments])
-            step_time.main(["step_time"])
+        with contextlib.redirect_stdout(output):
+            step_time.main(flags.last(f"--out={self.result.parent}", "--repeats=2", *arguments))
         return output.getvalue()
 
     def test_a_run_writes_every_figure_and_draws_them(self):
         printed = self.run_command(
-            "--layouts=stacked", "--rows=adamw|mars|mars_m", "--inner=2", "--commit=abc"
+            "--layouts=stacked", "--optimizers=adamw,mars,mars_m", "--steps=2", "--commit=abc"
         )
         tree = json.loads(self.result.read_text())
         self.assertEqual(tree["environment"]["commit"], "abc")
@@ -487,6 +487,7 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual(names, {"adamw", "adamw/fused", "muon", *ours})
 
     def test_what_is_no_result_cannot_be_drawn(self):
+        self.result.parent.mkdir()
         row = {"name": "mars", "model": "tiny", "layout": "flat", "ms": 1.0}
         for tree, message in (
             ({"records": []}, "a list `rows`, got none"),
@@ -509,7 +510,7 @@ class CommandTest(parameterized.TestCase):
             step_candidates.candidates(["pallas"])[3],
         ]
         with mock.patch.object(step_candidates, "candidates", return_value=listed):
-            printed = self.run_command("--layouts=stacked", "--rows=broken|adamw|mars/pallas")
+            printed = self.run_command("--layouts=stacked", "--optimizers=broken,adamw,mars/pallas")
         broken, adamw, pallas = json.loads(self.result.read_text())["rows"]
         self.assertEqual(broken["error"], "RuntimeError: RESOURCE_EXHAUSTED: no memory")
         self.assertNotIn("ms", broken)
@@ -532,7 +533,7 @@ class CommandTest(parameterized.TestCase):
     @pytest.mark.slow  # It compiles a model; TrainStepTest has the same with another loss.
     def test_training_steps(self):
         printed = self.run_command(
-            "--train_step", "--batch=4", "--microbatch=2", "--inner=2", "--rows=adamw"
+            "--train_step", "--batch_size=4", "--microbatch=2", "--steps=2", "--optimizers=adamw"
         )
         rows = json.loads(self.result.read_text())["training"]
         self.assertEqual([row["name"] for row in rows], ["sgd", "adamw"])
@@ -550,18 +551,19 @@ class CommandTest(parameterized.TestCase):
 
         with mock.patch.object(mars_optax, "fused_step", fused_step, create=True):
             names = [one.name for one in step_candidates.candidates(["default", "xla"])]
-            self.run_command("--layouts=stacked", "--rows=adamw/fused", "--inner=2")
+            self.run_command("--layouts=stacked", "--optimizers=adamw/fused", "--steps=2")
         self.assertContainsSubset({"adamw/fused", "mars/fused", "mars/xla/fused"}, names)
         (row,) = json.loads(self.result.read_text())["rows"]
         self.assertGreater(row["ms"], 0)
 
     @parameterized.named_parameters(
-        ("model", ["--models=huge"], "--models out of"),
-        ("layout", ["--layouts=round"], "--layouts out of"),
-        ("implementation", ["--implementations=triton"], "--implementations out of"),
-        ("expression", ["--rows=("], "regular expression"),
-        ("no_row", ["--rows=nothing"], "to match an optimizer"),
-        ("batch", ["--train_step", "--batch=3", "--microbatch=2"], "multiple of the microbatch"),
+        ("model", ["--model=huge"], "--model: Expected some of tiny"),
+        ("models", ["--train_step", "--model=tiny,mini"], "one --model beside --train_step"),
+        ("layout", ["--layouts=round"], "--layouts: Expected some of flat"),
+        ("implementation", ["--implementations=triton"], "--implementations: Expected some of"),
+        ("no_row", ["--optimizers=adamw,nothing"], "got 'nothing'. Correct --optimizers"),
+        ("out", ["--out="], "a folder that can be made as --out"),
+        ("batch", ["--train_step", "--batch_size=3", "--microbatch=2"], "multiple of the micro"),
         ("plot", ["--plot=nowhere.json"], "nowhere.json"),
         ("cudnn", ["--train_step", "--attention=cudnn"], "--attention=xla where there is no GPU"),
     )
