@@ -63,7 +63,9 @@ class Orthogonalization:
 
         normalized = [self._normalized(x, a) for x, a in zip(leaves, axes, strict=True)]
         iterates = stacks.map_stacks(fn, normalized, axes, constants)
-        return [y.astype(x.dtype) for x, y in zip(leaves, iterates, strict=True)]
+        return [
+            spread.laid_out(y.astype(x.dtype), x) for x, y in zip(leaves, iterates, strict=True)
+        ]
 
     def _normalized(self, x: jax.Array, axes: partition.Axes) -> jax.Array:
         return newton_schulz.normalized(x, axes.of_one_norm, eps=self.eps, dtype=self.dtype)

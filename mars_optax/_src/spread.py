@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
+import numpy as np
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # The short side from which a device works on its part of a stack, rather than on all of it. Five
@@ -19,6 +20,7 @@ SHORTEST_TO_DIVIDE: Final = 256
 StackFn = Callable[..., jax.Array]
 
 _partition_spec: Any = PartitionSpec  # untyped in JAX
+_OPEN: Final[Any] = PartitionSpec.UNCONSTRAINED
 
 
 def explicit_mesh(x: jax.Array) -> Any:
@@ -33,8 +35,12 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def laid_out(x: jax.Array, like: jax.Array) -> jax.Array:
-    """An array sharded as another one, where types say how that is."""
-    return x if explicit_mesh(like) is None else _reshard(x, jax.typeof(like).sharding.spec)
+    """An array sharded as another one."""
+    if explicit_mesh(like) is not None:
+        return _reshard(x, jax.typeof(like).sharding.spec)
+    if AxisType.Auto in jax.typeof(like).sharding.mesh.axis_types and isinstance(x, jax.core.Tracer):
+        return shard_alike(x, like)[0]
+    return x
 
 
 def by_types(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> jax.Array:
@@ -65,87 +71,61 @@ def by_types(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> j
     return result[: stack.shape[0]] if missing else result
 
 
-def by_partitioner(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> jax.Array:
-    """`fn` on a stack whose sharding only the compiler knows.
+def by_propagation(
+    fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array], *, is_one_leaf: bool
+) -> jax.Array:
+    """`fn` on a stack whose sharding only the compiler knows, of the same sharding.
 
-    For the compiler it is one operation, whose result is sharded as its operand: no wish of ours
-    reaches the parameters. Inside, it moves the matrices to where they are whole, and back.
+    Constraints name the mesh axes of the first axis of the array and leave open where the others
+    are, so the compiler takes over what it knows of the operand. One mesh axis moves after the
+    other, the last one first: of all in one step, compilers gather everything.
+
+    Args:
+      fn: As in :func:`by_types`.
+      stack: With automatic axes, whose mesh its type says.
+      constants: Further operands of `fn`.
+      is_one_leaf: Whether the stack itself may be divided along its first axis.
     """
-
-    def infer(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
-        del mesh, result_shape
-        return arg_shapes[0].sharding
-
-    def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
-        del result_shape
-        shape, spec = arg_shapes[0].shape, arg_shapes[0].sharding.spec
-        own = _names(spec[0]) if len(spec) else ()
-        names = own
-        if shape[1] >= SHORTEST_TO_DIVIDE and not (own and len(spec) == 1):
-            names = max(
-                (
-                    (*own, *more)
-                    for more in _subsets([name for name in mesh.axis_names if name not in own])
-                    if shape[0] % _devices(mesh, (*own, *more)) == 0
-                ),
-                key=lambda names: _devices(mesh, names),
-            )
-        path = _path(spec, names)
-        # The compiler moves what does not come out even.
-        ends = path if _is_even(mesh, shape, path[0]) else path[-1:]
-        place = NamedSharding(mesh, _spec(ends[0]))
-        everywhere = NamedSharding(mesh, _spec(()))
-
-        def local(stack: jax.Array, *rest: jax.Array) -> jax.Array:
-            for before, after in itertools.pairwise(ends):
-                stack = _moved(mesh, stack, before, after)
-            result = fn(stack, *rest)
-            for before, after in itertools.pairwise(reversed(ends)):
-                result = _moved(mesh, result, before, after)
-            return result
-
-        return mesh, local, place, (place, *(everywhere for _ in constants))
-
-    def whole(*args: jax.Array) -> jax.Array:
-        return fn(*args)
-
-    factors = [
-        " ".join(f"constant{i}axis{axis}" for axis in range(x.ndim))
-        for i, x in enumerate(constants)
-    ]
-    call: Any = custom_partitioning(whole)  # type: ignore[no-untyped-call]
-    call.def_partition(
-        partition=partition,
-        infer_sharding_from_operands=infer,
-        sharding_rule=", ".join(["slice short long", *factors]) + " -> slice short long",
-    )
-    batched = jax.custom_batching.custom_vmap(call)
-
-    @batched.def_vmap
-    def _batched(size: int, is_batched: Sequence[bool], *args: jax.Array) -> Any:
-        axes = [0 if batched else None for batched in is_batched]
-        return jax.vmap(fn, axes, axis_size=size)(*args), True
-
-    run = jax.custom_jvp(batched)
-
-    @run.defjvp
-    def _jvp(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(fn, primals, tangents)
-
-    # A mesh that is known can be served with what does not come out even.
-    missing = -stack.shape[0] % _devices_in_context(stack)
+    mesh = jax.typeof(stack).sharding.mesh
+    if mesh.empty or not isinstance(stack, jax.core.Tracer):
+        return fn(stack, *constants)
+    names: tuple[str, ...] = ()
+    if stack.shape[1] >= SHORTEST_TO_DIVIDE:
+        names = max(
+            _subsets(mesh.axis_names), key=lambda names: _gain(mesh, names, stack.shape[0])
+        )
+    missing = -stack.shape[0] % _devices(mesh, names)
     padded = jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) if missing else stack
-    result: jax.Array = run(padded, *constants)
+    # An axis of the array for each mesh axis, that each may move on its own.
+    sizes = [mesh.shape[name] for name in names]
+    first = _OPEN if is_one_leaf else None
+
+    def constrained(x: jax.Array, *parts: Any) -> jax.Array:
+        place = NamedSharding(mesh, _partition_spec(*parts))
+        return jax.lax.with_sharding_constraint(x, place)
+
+    steps = [
+        (*(_OPEN,) * k, *names[k:], _OPEN, _OPEN, _OPEN) for k in range(len(names) - 1, 0, -1)
+    ]
+    before = constrained(padded, first, _OPEN, _OPEN)
+    path = [before.reshape(*sizes, -1, *stack.shape[1:])]
+    for step in steps:
+        path.append(constrained(_late(path[-1]), *step))
+    whole = (*names, None if names else first, None, None)
+    moved = constrained(_late(path[-1]), *whole)
+    result = fn(moved.reshape(padded.shape), *constants).reshape(moved.shape)
+    result = constrained(result, *whole)
+    for step, like in zip(reversed(steps), reversed(path), strict=False):
+        result = shard_alike(constrained(_late(result), *step), like)[0]
+    result = constrained(_late(result).reshape(padded.shape), first, _OPEN, _OPEN)
+    result = shard_alike(result, before)[0]
     return result[: stack.shape[0]] if missing else result
 
 
-def _devices_in_context(stack: jax.Array) -> int:
-    """Over how many devices of the mesh in context the stack should be spread."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or stack.shape[1] < SHORTEST_TO_DIVIDE:
-        return 1
-    best = max(_subsets(mesh.axis_names), key=lambda names: _gain(mesh, names, stack.shape[0]))
-    return _devices(mesh, best)
+def _late(x: jax.Array) -> jax.Array:
+    """`x` itself, by way of a sum of one, through which compilers pass shardings on last."""
+    result: jax.Array = jax.lax.reduce(x[None], np.zeros((), x.dtype), jax.lax.add, (0,))
+    return result
 
 
 def _gain(mesh: Any, names: Sequence[str], slices: int) -> tuple[int, int]:
@@ -197,30 +177,6 @@ def _path(spec: Any, names: Sequence[str]) -> list[_Place]:
     stack = path[-1][0]
     step((*stack, *(name for name in names if name not in stack)), (), ())
     return path
-
-
-def _moved(mesh: Any, x: jax.Array, before: _Place, after: _Place) -> jax.Array:
-    """What a device has of a stack after one step of a path, or of one that is walked back."""
-    changed = [axis for axis in range(3) if before[axis] != after[axis]]
-    if len(changed) == 2:
-        # Mesh axes go from a side to the stack, or back.
-        source, target = changed if len(before[0]) > len(after[0]) else reversed(changed)
-        names = before[source][len(after[source]) :]
-        swap: Any = jax.lax.all_to_all  # untyped in JAX
-        exchanged: jax.Array = swap(x, names, split_axis=target, concat_axis=source, tiled=True)
-        return exchanged
-    (axis,) = changed
-    kept = min(len(before[axis]), len(after[axis]))
-    if len(before[axis]) > kept:
-        gathered: jax.Array = jax.lax.all_gather(x, before[axis][kept:], axis=axis, tiled=True)
-        return gathered
-    size = x.shape[axis] // _devices(mesh, after[axis][kept:])
-    start = jax.lax.axis_index(after[axis][kept:]) * size
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=axis)
-
-
-def _is_even(mesh: Any, shape: Sequence[int], place: _Place) -> bool:
-    return all(n % _devices(mesh, names) == 0 for n, names in zip(shape, place, strict=True))
 
 
 def _spec(place: Sequence[Sequence[str]]) -> PartitionSpec:

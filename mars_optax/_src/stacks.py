@@ -98,8 +98,8 @@ def _joined(
     is_local = AxisType.Manual in jax.typeof(stack).sharding.mesh.axis_types
     if spread.explicit_mesh(stack) is not None:
         result = spread.by_types(fn, stack, constants)
-    elif not shards.is_one_device() and shards.has_partitioner() and not is_local and stack.size:
-        result = spread.by_partitioner(fn, stack, constants)
+    elif not shards.is_one_device() and not is_local and stack.size:
+        result = spread.by_propagation(fn, stack, constants, is_one_leaf=len(stacks) == 1)
     else:
         result = _in_pieces(fn, stack, constants)
     bounds = list(itertools.accumulate((x.shape[0] for x in stacks), initial=0))
