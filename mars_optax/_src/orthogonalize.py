@@ -63,9 +63,7 @@ class Orthogonalization:
 
         normalized = [self._normalized(x, a) for x, a in zip(leaves, axes, strict=True)]
         iterates = stacks.map_stacks(fn, normalized, axes, constants)
-        return [
-            spread.laid_out(y.astype(x.dtype), x) for x, y in zip(leaves, iterates, strict=True)
-        ]
+        return [y.astype(x.dtype) for x, y in zip(leaves, iterates, strict=True)]
 
     def _normalized(self, x: jax.Array, axes: partition.Axes) -> jax.Array:
         return newton_schulz.normalized(x, axes.of_one_norm, eps=self.eps, dtype=self.dtype)
@@ -108,7 +106,8 @@ def matrix_directions(
         whole = [
             manual.gathered(x, d, n) for (x, _, _), d, n in zip(rows, dims, names, strict=True)
         ]
-        results = orthogonalization([divided(x) for x in whole], all_axes)
+        run = spread.by_specs(orthogonalization, [spec for _, _, spec in rows])
+        results = run([divided(x) for x in whole], all_axes)
         scaled = [y * factor(*a.fans(y.shape)) for y, a in zip(results, all_axes, strict=True)]
         parts = [
             manual.part(y, x, d, n)

@@ -1,5 +1,6 @@
 """A function of a stack of matrices on a mesh: whole matrices on every device, moved once."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -7,8 +8,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.shard_alike import shard_alike
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # The short side from which a device works on its part of a stack, rather than on all of it. Five
@@ -20,7 +20,6 @@ SHORTEST_TO_DIVIDE: Final = 256
 StackFn = Callable[..., jax.Array]
 
 _partition_spec: Any = PartitionSpec  # untyped in JAX
-_OPEN: Final[Any] = PartitionSpec.UNCONSTRAINED
 
 
 def explicit_mesh(x: jax.Array) -> Any:
@@ -35,12 +34,30 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def laid_out(x: jax.Array, like: jax.Array) -> jax.Array:
-    """An array sharded as another one."""
-    if explicit_mesh(like) is not None:
-        return _reshard(x, jax.typeof(like).sharding.spec)
-    if AxisType.Auto in jax.typeof(like).sharding.mesh.axis_types and isinstance(x, jax.core.Tracer):
-        return shard_alike(x, like)[0]
-    return x
+    """An array sharded as another one, where types say how that is."""
+    return x if explicit_mesh(like) is None else _reshard(x, jax.typeof(like).sharding.spec)
+
+
+def by_specs(fn: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
+    """A function of leaves first, for which automatic axes are explicit where specs are known.
+
+    Then constraints say all that has to move, and the program can be serialized.
+    """
+
+    def run(leaves: Sequence[jax.Array], *args: Any) -> Any:
+        meshes = [jax.typeof(x).sharding.mesh for x in leaves]
+        kinds = {kind for mesh in meshes for kind in mesh.axis_types}
+        if kinds != {AxisType.Auto} or None in specs:
+            return fn(leaves, *args)
+        explicit = jax.sharding.explicit_axes(
+            lambda leaves: fn(leaves, *args), in_sharding=(list(specs),)
+        )
+        # JAX before 0.8 has no other way to a mesh than the user's `jax.set_mesh`.
+        enter = getattr(jax.sharding, "use_abstract_mesh", contextlib.nullcontext)
+        with enter(meshes[0]):
+            return explicit(list(leaves))
+
+    return run
 
 
 def by_types(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> jax.Array:
@@ -71,61 +88,110 @@ def by_types(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> j
     return result[: stack.shape[0]] if missing else result
 
 
-def by_propagation(
-    fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array], *, is_one_leaf: bool
-) -> jax.Array:
-    """`fn` on a stack whose sharding only the compiler knows, of the same sharding.
+def by_partitioner(
+    fn: StackFn, stacks: Sequence[jax.Array], constants: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """`fn` on stacks of one kind of matrix, whose shardings only the compiler knows.
 
-    Constraints name the mesh axes of the first axis of the array and leave open where the others
-    are, so the compiler takes over what it knows of the operand. One mesh axis moves after the
-    other, the last one first: of all in one step, compilers gather everything.
-
-    Args:
-      fn: As in :func:`by_types`.
-      stack: With automatic axes, whose mesh its type says.
-      constants: Further operands of `fn`.
-      is_one_leaf: Whether the stack itself may be divided along its first axis.
+    For the compiler it is one operation, each of whose results is sharded as its operand: no wish
+    of ours reaches the parameters. Inside, those that are sharded alike move together to where
+    their matrices are whole, and back.
     """
-    mesh = jax.typeof(stack).sharding.mesh
-    if mesh.empty or not isinstance(stack, jax.core.Tracer):
-        return fn(stack, *constants)
-    names: tuple[str, ...] = ()
-    if stack.shape[1] >= SHORTEST_TO_DIVIDE:
-        names = max(
-            _subsets(mesh.axis_names), key=lambda names: _gain(mesh, names, stack.shape[0])
-        )
-    missing = -stack.shape[0] % _devices(mesh, names)
-    padded = jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) if missing else stack
-    # An axis of the array for each mesh axis, that each may move on its own.
-    sizes = [mesh.shape[name] for name in names]
-    first = _OPEN if is_one_leaf else None
 
-    def constrained(x: jax.Array, *parts: Any) -> jax.Array:
-        place = NamedSharding(mesh, _partition_spec(*parts))
-        return jax.lax.with_sharding_constraint(x, place)
+    def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
+        parts = args[: len(stacks)]
+        return split(fn(jnp.concatenate(parts), *args[len(stacks) :]), parts)
 
-    steps = [
-        (*(_OPEN,) * k, *names[k:], _OPEN, _OPEN, _OPEN) for k in range(len(names) - 1, 0, -1)
+    def infer(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
+        del mesh, result_shape
+        return tuple(x.sharding for x in arg_shapes[: len(stacks)])
+
+    def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
+        del result_shape
+        groups: dict[Any, list[int]] = {}
+        for i, x in enumerate(arg_shapes[: len(stacks)]):
+            place = _path(x.sharding.spec, ())[0]
+            # The compiler moves what does not come out even.
+            place = place if _is_even(mesh, x.shape, place) else ((), (), ())
+            groups.setdefault((place, i if place[0] else None), []).append(i)
+        paths = {
+            key: _path(_spec(key[0]), _shared(mesh, key[0], [arg_shapes[i].shape for i in group]))
+            for key, group in groups.items()
+        }
+        places: list[Any] = [None] * len(stacks)
+        for key, group in groups.items():
+            for i in group:
+                places[i] = NamedSharding(mesh, _spec(key[0]))
+
+        def local(*args: jax.Array) -> tuple[jax.Array, ...]:
+            results = list(args[: len(stacks)])
+            for key, group in groups.items():
+                parts, path = [args[i] for i in group], paths[key]
+                stack = jnp.concatenate(parts)
+                slices = stack.shape[0]
+                # Where matrices do not come out even, devices get zeros, which stay zeros.
+                missing = -slices % _devices(mesh, path[-1][0][len(path[0][0]) :])
+                if missing:
+                    # XLA for CPUs fails on an all-to-all of zeros that it recognizes.
+                    stack = jax.lax.optimization_barrier(
+                        jnp.pad(stack, ((0, missing), (0, 0), (0, 0)))
+                    )
+                for before, after in itertools.pairwise(path):
+                    stack = _moved(mesh, stack, before, after)
+                stack = fn(stack, *args[len(stacks) :])
+                for before, after in itertools.pairwise(reversed(path)):
+                    stack = _moved(mesh, stack, before, after)
+                for i, result in zip(group, split(stack, parts), strict=True):
+                    results[i] = result
+            return tuple(results)
+
+        everywhere = NamedSharding(mesh, _spec(()))
+        return mesh, local, tuple(places), (*places, *(everywhere for _ in constants))
+
+    factors = [f"slice{i} short{i} long{i}" for i in range(len(stacks))]
+    replicated = [
+        " ".join(f"constant{i}axis{axis}" for axis in range(x.ndim))
+        for i, x in enumerate(constants)
     ]
-    before = constrained(padded, first, _OPEN, _OPEN)
-    path = [before.reshape(*sizes, -1, *stack.shape[1:])]
-    for step in steps:
-        path.append(constrained(_late(path[-1]), *step))
-    whole = (*names, None if names else first, None, None)
-    moved = constrained(_late(path[-1]), *whole)
-    result = fn(moved.reshape(padded.shape), *constants).reshape(moved.shape)
-    result = constrained(result, *whole)
-    for step, like in zip(reversed(steps), reversed(path), strict=False):
-        result = shard_alike(constrained(_late(result), *step), like)[0]
-    result = constrained(_late(result).reshape(padded.shape), first, _OPEN, _OPEN)
-    result = shard_alike(result, before)[0]
-    return result[: stack.shape[0]] if missing else result
+    call: Any = custom_partitioning(whole)  # type: ignore[no-untyped-call]
+    call.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=f"{', '.join([*factors, *replicated])} -> {', '.join(factors)}",
+    )
+    batched = jax.custom_batching.custom_vmap(call)
+
+    @batched.def_vmap
+    def _batched(size: int, is_batched: Sequence[bool], *args: jax.Array) -> Any:
+        axes = [0 if batched else None for batched in is_batched]
+        return jax.vmap(whole, axes, axis_size=size)(*args), (True,) * len(stacks)
+
+    run = jax.custom_jvp(batched)
+
+    @run.defjvp
+    def _jvp(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(whole, primals, tangents)
+
+    return list(run(*stacks, *constants))
 
 
-def _late(x: jax.Array) -> jax.Array:
-    """`x` itself, by way of a sum of one, through which compilers pass shardings on last."""
-    result: jax.Array = jax.lax.reduce(x[None], np.zeros((), x.dtype), jax.lax.add, (0,))
-    return result
+def split(stack: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """What `parts` became that were joined."""
+    bounds = itertools.accumulate((x.shape[0] for x in parts), initial=0)
+    return tuple(stack[i:j] for i, j in itertools.pairwise(bounds))
+
+
+def _shared(mesh: Any, place: Any, shapes: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """The mesh axes over which matrices of some shapes that lie in one place are divided."""
+    own = place[0]
+    if shapes[0][1] < SHORTEST_TO_DIVIDE:
+        return tuple(own)
+    slices = sum(shape[0] for shape in shapes) // _devices(mesh, own)
+    more = max(
+        _subsets([name for name in mesh.axis_names if name not in own]),
+        key=lambda names: _gain(mesh, names, slices),
+    )
+    return (*own, *more)
 
 
 def _gain(mesh: Any, names: Sequence[str], slices: int) -> tuple[int, int]:
@@ -177,6 +243,30 @@ def _path(spec: Any, names: Sequence[str]) -> list[_Place]:
     stack = path[-1][0]
     step((*stack, *(name for name in names if name not in stack)), (), ())
     return path
+
+
+def _moved(mesh: Any, x: jax.Array, before: _Place, after: _Place) -> jax.Array:
+    """What a device has of a stack after one step of a path, or of one that is walked back."""
+    changed = [axis for axis in range(3) if before[axis] != after[axis]]
+    if len(changed) == 2:
+        # Mesh axes go from a side to the stack, or back.
+        source, target = changed if len(before[0]) > len(after[0]) else reversed(changed)
+        names = before[source][len(after[source]) :]
+        swap: Any = jax.lax.all_to_all  # untyped in JAX
+        exchanged: jax.Array = swap(x, names, split_axis=target, concat_axis=source, tiled=True)
+        return exchanged
+    (axis,) = changed
+    kept = min(len(before[axis]), len(after[axis]))
+    if len(before[axis]) > kept:
+        gathered: jax.Array = jax.lax.all_gather(x, before[axis][kept:], axis=axis, tiled=True)
+        return gathered
+    size = x.shape[axis] // _devices(mesh, after[axis][kept:])
+    start = jax.lax.axis_index(after[axis][kept:]) * size
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=axis)
+
+
+def _is_even(mesh: Any, shape: Sequence[int], place: _Place) -> bool:
+    return all(n % _devices(mesh, names) == 0 for n, names in zip(shape, place, strict=True))
 
 
 def _spec(place: Sequence[Sequence[str]]) -> PartitionSpec:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, partition, previous, run, spread, types
+from mars_optax._src import checks, manual, partition, previous, run, types
 from mars_optax._src.leaf import quantization
 
 
@@ -126,15 +126,12 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         if matrix_directions is not None:
             result = matrix_directions(result, axes, specs)
             result = result if finish is None else finish.tree(result)
-        fields = source.advance(updates, state, params)
-        fields |= dict(zip(moments, new_moments, strict=True))
-        # Else compilers may leave on a mesh where the last use of it was.
-        fields = {
-            field: jax.tree.map(spread.laid_out, new, getattr(state, field))
-            for field, new in fields.items()
-        }
-        result = jax.tree.map(spread.laid_out, result, getattr(state, first))
-        return result, state_type(count=count, **fields)
+        new_state = state_type(
+            count=count,
+            **source.advance(updates, state, params),
+            **dict(zip(moments, new_moments, strict=True)),
+        )
+        return result, new_state
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
