@@ -46,15 +46,17 @@ def by_specs(fn: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]
 
     def run(leaves: Sequence[jax.Array], *args: Any) -> Any:
         meshes = [jax.typeof(x).sharding.mesh for x in leaves]
-        kinds = {kind for mesh in meshes for kind in mesh.axis_types}
-        if kinds != {AxisType.Auto} or None in specs:
+        mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+        # Early versions of JAX have no way to a mesh but the user's `jax.set_mesh`.
+        enter: Any = getattr(jax.sharding, "use_abstract_mesh", None)
+        if enter is None and not jax.sharding.get_abstract_mesh().empty:
+            enter = contextlib.nullcontext
+        if mesh is None or set(mesh.axis_types) != {AxisType.Auto} or None in specs or not enter:
             return fn(leaves, *args)
         explicit = jax.sharding.explicit_axes(
             lambda leaves: fn(leaves, *args), in_sharding=(list(specs),)
         )
-        # JAX before 0.8 has no other way to a mesh than the user's `jax.set_mesh`.
-        enter = getattr(jax.sharding, "use_abstract_mesh", contextlib.nullcontext)
-        with enter(meshes[0]):
+        with enter(mesh):
             return explicit(list(leaves))
 
     return run
@@ -98,6 +100,8 @@ def by_partitioner(
     their matrices are whole, and back.
     """
 
+    barrier: Any = jax.lax.optimization_barrier  # untyped in JAX
+
     def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
         parts = args[: len(stacks)]
         return split(fn(jnp.concatenate(parts), *args[len(stacks) :]), parts)
@@ -133,9 +137,7 @@ def by_partitioner(
                 missing = -slices % _devices(mesh, path[-1][0][len(path[0][0]) :])
                 if missing:
                     # XLA for CPUs fails on an all-to-all of zeros that it recognizes.
-                    stack = jax.lax.optimization_barrier(
-                        jnp.pad(stack, ((0, missing), (0, 0), (0, 0)))
-                    )
+                    stack = barrier(jnp.pad(stack, ((0, missing), (0, 0), (0, 0))))
                 for before, after in itertools.pairwise(path):
                     stack = _moved(mesh, stack, before, after)
                 stack = fn(stack, *args[len(stacks) :])
