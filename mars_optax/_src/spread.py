@@ -100,8 +100,6 @@ def by_partitioner(
     their matrices are whole, and back.
     """
 
-    barrier: Any = jax.lax.optimization_barrier  # untyped in JAX
-
     def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
         parts = args[: len(stacks)]
         return split(fn(jnp.concatenate(parts), *args[len(stacks) :]), parts)
@@ -133,11 +131,10 @@ def by_partitioner(
                 parts, path = [args[i] for i in group], paths[key]
                 stack = jnp.concatenate(parts)
                 slices = stack.shape[0]
-                # Where matrices do not come out even, devices get zeros, which stay zeros.
-                missing = -slices % _devices(mesh, path[-1][0][len(path[0][0]) :])
-                if missing:
-                    # XLA for CPUs fails on an all-to-all of zeros that it recognizes.
-                    stack = barrier(jnp.pad(stack, ((0, missing), (0, 0), (0, 0))))
+                # Where matrices do not come out even, some are sent twice: XLA for CPUs fails on an
+                # all-to-all with zeros among its operands.
+                total = slices + -slices % _devices(mesh, path[-1][0][len(path[0][0]) :])
+                stack = jnp.resize(stack, (total, *stack.shape[1:]))
                 for before, after in itertools.pairwise(path):
                     stack = _moved(mesh, stack, before, after)
                 stack = fn(stack, *args[len(stacks) :])

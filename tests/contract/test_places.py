@@ -8,8 +8,10 @@ import contextlib
 import functools
 import itertools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -90,7 +92,9 @@ class PlacesTest(parameterized.TestCase):
         patch.start()
         self.addCleanup(patch.stop)
 
-    def _check(self, name: str, is_fused: bool, has_context: bool, has_specs: bool, every: bool):
+    def _check(
+        self, name: str, is_fused: bool, has_context: bool, has_specs: bool, every: bool
+    ) -> None:
         params, specs, axes = _placed(every)
         options = _OPTIONS if name in ("mars_m", "mars_shampoo") else {}
         tx = getattr(mars_optax, name)(0.1, weight_dimension_numbers=axes, **options)
@@ -155,7 +159,9 @@ class PlacesTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_with_specs_a_second_process_finds_the_step_in_the_cache(self):
-        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": self.create_tempdir().full_path}
+        directory = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, directory)
+        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": directory}
         for event in ("cache_misses", "cache_hits"):
             run = subprocess.run(
                 [sys.executable, "-c", _CACHED], env=environment, capture_output=True, text=True
