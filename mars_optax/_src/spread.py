@@ -131,10 +131,11 @@ def by_partitioner(
                 parts, path = [args[i] for i in group], paths[key]
                 stack = jnp.concatenate(parts)
                 slices = stack.shape[0]
-                # Where matrices do not come out even, some are sent twice: XLA for CPUs fails on an
-                # all-to-all with zeros among its operands.
+                # Where matrices do not come out even, some are sent twice. XLA for CPUs fails on an
+                # all-to-all of what has several layouts: behind the barrier it has one.
                 total = slices + -slices % _devices(mesh, path[-1][0][len(path[0][0]) :])
-                stack = jnp.resize(stack, (total, *stack.shape[1:]))
+                barrier: Any = jax.lax.optimization_barrier  # untyped in JAX
+                stack = barrier(jnp.resize(stack, (total, *stack.shape[1:])))
                 for before, after in itertools.pairwise(path):
                     stack = _moved(mesh, stack, before, after)
                 stack = fn(stack, *args[len(stacks) :])
