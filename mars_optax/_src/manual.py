@@ -1,7 +1,8 @@
 """Inside the user's `jax.shard_map`: sums and matrices of leaves of which a device holds a part.
 
 There a leaf is an array like any other, and nothing says which part of what it is. The extra
-argument `param_specs` of `update` does: the partition specs by which the parameters came in.
+argument `param_specs` of `update` does: the partition specs by which the parameters came in. On
+automatic axes outside, `spread.by_specs` takes it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -106,7 +106,8 @@ def matrix_directions(
         whole = [
             manual.gathered(x, d, n) for (x, _, _), d, n in zip(rows, dims, names, strict=True)
         ]
-        results = orthogonalization([divided(x) for x in whole], all_axes)
+        run = spread.by_specs(orthogonalization, [spec for _, _, spec in rows])
+        results = run([divided(x) for x in whole], all_axes)
         scaled = [y * factor(*a.fans(y.shape)) for y, a in zip(results, all_axes, strict=True)]
         parts = [
             manual.part(y, x, d, n)

@@ -1,5 +1,6 @@
 """A function of a stack of matrices on a mesh: whole matrices on every device, moved once."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -37,6 +38,30 @@ def laid_out(x: jax.Array, like: jax.Array) -> jax.Array:
     return x if explicit_mesh(like) is None else _reshard(x, jax.typeof(like).sharding.spec)
 
 
+def by_specs(fn: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
+    """A function of leaves first, for which automatic axes are explicit where specs are known.
+
+    Then constraints say all that has to move, and the program can be serialized.
+    """
+
+    def run(leaves: Sequence[jax.Array], *args: Any) -> Any:
+        meshes = [jax.typeof(x).sharding.mesh for x in leaves]
+        mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+        # Early versions of JAX have no way to a mesh but the user's `jax.set_mesh`.
+        enter: Any = getattr(jax.sharding, "use_abstract_mesh", None)
+        if enter is None and not jax.sharding.get_abstract_mesh().empty:
+            enter = contextlib.nullcontext
+        if mesh is None or set(mesh.axis_types) != {AxisType.Auto} or None in specs or not enter:
+            return fn(leaves, *args)
+        explicit = jax.sharding.explicit_axes(
+            lambda leaves: fn(leaves, *args), in_sharding=(list(specs),)
+        )
+        with enter(mesh):
+            return explicit(list(leaves))
+
+    return run
+
+
 def by_types(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> jax.Array:
     """`fn` on a stack with explicit sharding, of the same sharding."""
     mesh, spec = explicit_mesh(stack), jax.typeof(stack).sharding.spec
@@ -65,51 +90,66 @@ def by_types(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> j
     return result[: stack.shape[0]] if missing else result
 
 
-def by_partitioner(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> jax.Array:
-    """`fn` on a stack whose sharding only the compiler knows.
+def by_partitioner(
+    fn: StackFn, stacks: Sequence[jax.Array], constants: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """`fn` on stacks of one kind of matrix, whose shardings only the compiler knows.
 
-    For the compiler it is one operation, whose result is sharded as its operand: no wish of ours
-    reaches the parameters. Inside, it moves the matrices to where they are whole, and back.
+    For the compiler it is one operation, each of whose results is sharded as its operand: no wish
+    of ours reaches the parameters. Inside, those that are sharded alike move together to where
+    their matrices are whole, and back.
     """
+
+    def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
+        parts = args[: len(stacks)]
+        return split(fn(jnp.concatenate(parts), *args[len(stacks) :]), parts)
 
     def infer(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
         del mesh, result_shape
-        return arg_shapes[0].sharding
+        return tuple(x.sharding for x in arg_shapes[: len(stacks)])
 
     def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
         del result_shape
-        shape, spec = arg_shapes[0].shape, arg_shapes[0].sharding.spec
-        own = _names(spec[0]) if len(spec) else ()
-        names = own
-        if shape[1] >= SHORTEST_TO_DIVIDE and not (own and len(spec) == 1):
-            names = max(
-                (
-                    (*own, *more)
-                    for more in _subsets([name for name in mesh.axis_names if name not in own])
-                    if shape[0] % _devices(mesh, (*own, *more)) == 0
-                ),
-                key=lambda names: _devices(mesh, names),
-            )
-        path = _path(spec, names)
-        # The compiler moves what does not come out even.
-        ends = path if _is_even(mesh, shape, path[0]) else path[-1:]
-        place = NamedSharding(mesh, _spec(ends[0]))
+        groups: dict[Any, list[int]] = {}
+        for i, x in enumerate(arg_shapes[: len(stacks)]):
+            place = _path(x.sharding.spec, ())[0]
+            # The compiler moves what does not come out even.
+            place = place if _is_even(mesh, x.shape, place) else ((), (), ())
+            groups.setdefault((place, i if place[0] else None), []).append(i)
+        paths = {
+            key: _path(_spec(key[0]), _shared(mesh, key[0], [arg_shapes[i].shape for i in group]))
+            for key, group in groups.items()
+        }
+        places: list[Any] = [None] * len(stacks)
+        for key, group in groups.items():
+            for i in group:
+                places[i] = NamedSharding(mesh, _spec(key[0]))
+
+        def local(*args: jax.Array) -> tuple[jax.Array, ...]:
+            results = list(args[: len(stacks)])
+            for key, group in groups.items():
+                parts, path = [args[i] for i in group], paths[key]
+                stack = jnp.concatenate(parts)
+                slices = stack.shape[0]
+                # Where matrices do not come out even, some are sent twice. XLA for CPUs fails on an
+                # all-to-all of what has several layouts: behind the barrier it has one.
+                total = slices + -slices % _devices(mesh, path[-1][0][len(path[0][0]) :])
+                barrier: Any = jax.lax.optimization_barrier  # untyped in JAX
+                stack = barrier(jnp.resize(stack, (total, *stack.shape[1:])))
+                for before, after in itertools.pairwise(path):
+                    stack = _moved(mesh, stack, before, after)
+                stack = fn(stack, *args[len(stacks) :])
+                for before, after in itertools.pairwise(reversed(path)):
+                    stack = _moved(mesh, stack, before, after)
+                for i, result in zip(group, split(stack, parts), strict=True):
+                    results[i] = result
+            return tuple(results)
+
         everywhere = NamedSharding(mesh, _spec(()))
+        return mesh, local, tuple(places), (*places, *(everywhere for _ in constants))
 
-        def local(stack: jax.Array, *rest: jax.Array) -> jax.Array:
-            for before, after in itertools.pairwise(ends):
-                stack = _moved(mesh, stack, before, after)
-            result = fn(stack, *rest)
-            for before, after in itertools.pairwise(reversed(ends)):
-                result = _moved(mesh, result, before, after)
-            return result
-
-        return mesh, local, place, (place, *(everywhere for _ in constants))
-
-    def whole(*args: jax.Array) -> jax.Array:
-        return fn(*args)
-
-    factors = [
+    factors = [f"slice{i} short{i} long{i}" for i in range(len(stacks))]
+    replicated = [
         " ".join(f"constant{i}axis{axis}" for axis in range(x.ndim))
         for i, x in enumerate(constants)
     ]
@@ -117,35 +157,41 @@ def by_partitioner(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]
     call.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
-        sharding_rule=", ".join(["slice short long", *factors]) + " -> slice short long",
+        sharding_rule=f"{', '.join([*factors, *replicated])} -> {', '.join(factors)}",
     )
     batched = jax.custom_batching.custom_vmap(call)
 
     @batched.def_vmap
     def _batched(size: int, is_batched: Sequence[bool], *args: jax.Array) -> Any:
         axes = [0 if batched else None for batched in is_batched]
-        return jax.vmap(fn, axes, axis_size=size)(*args), True
+        return jax.vmap(whole, axes, axis_size=size)(*args), (True,) * len(stacks)
 
     run = jax.custom_jvp(batched)
 
     @run.defjvp
     def _jvp(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(fn, primals, tangents)
+        return jax.jvp(whole, primals, tangents)
 
-    # A mesh that is known can be served with what does not come out even.
-    missing = -stack.shape[0] % _devices_in_context(stack)
-    padded = jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) if missing else stack
-    result: jax.Array = run(padded, *constants)
-    return result[: stack.shape[0]] if missing else result
+    return list(run(*stacks, *constants))
 
 
-def _devices_in_context(stack: jax.Array) -> int:
-    """Over how many devices of the mesh in context the stack should be spread."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or stack.shape[1] < SHORTEST_TO_DIVIDE:
-        return 1
-    best = max(_subsets(mesh.axis_names), key=lambda names: _gain(mesh, names, stack.shape[0]))
-    return _devices(mesh, best)
+def split(stack: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """What `parts` became that were joined."""
+    bounds = itertools.accumulate((x.shape[0] for x in parts), initial=0)
+    return tuple(stack[i:j] for i, j in itertools.pairwise(bounds))
+
+
+def _shared(mesh: Any, place: Any, shapes: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """The mesh axes over which matrices of some shapes that lie in one place are divided."""
+    own = place[0]
+    if shapes[0][1] < SHORTEST_TO_DIVIDE:
+        return tuple(own)
+    slices = sum(shape[0] for shape in shapes) // _devices(mesh, own)
+    more = max(
+        _subsets([name for name in mesh.axis_names if name not in own]),
+        key=lambda names: _gain(mesh, names, slices),
+    )
+    return (*own, *more)
 
 
 def _gain(mesh: Any, names: Sequence[str], slices: int) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """The matrices of many leaves as a few stacks, each worked on at once."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -38,8 +37,7 @@ def map_stacks(
     stacks = [_stack(x, a) for x, a in zip(leaves, axes, strict=True)]
     groups: dict[Any, list[int]] = {}
     for i, stack in enumerate(stacks):
-        is_turned = stack.shape != axes[i].stack_shape(leaves[i].shape)
-        groups.setdefault(_key(i, stack, is_turned), []).append(i)
+        groups.setdefault(_key(i, stack), []).append(i)
     results: dict[int, jax.Array] = {}
     for group in groups.values():
         for chunk in _chunks(group, [stacks[i].size for i in group]):
@@ -64,17 +62,15 @@ def _leaf(stack: jax.Array, like: jax.Array, axes: partition.Axes) -> jax.Array:
     return spread.laid_out(axes.from_stack(stack, like.shape), like)
 
 
-def _key(i: int, stack: jax.Array, is_turned: bool) -> Any:
+def _key(i: int, stack: jax.Array) -> Any:
     """What leaves have in common that share a stack."""
     kind = (stack.shape[1:], str(stack.dtype))
     if spread.explicit_mesh(stack) is not None:
         spec = tuple(jax.typeof(stack).sharding.spec)
         # Matrices that lie on different devices stay there.
         return (*kind, spec, None if spec[0] is None else i)
-    if not shards.is_one_device():
-        # How leaves are sharded is not known: most likely alike, but for transposes and stacks.
-        return (*kind, is_turned, None if stack.shape[0] == 1 else i)
-    return kind
+    # Where nobody can be asked, no two leaves are known to lie alike.
+    return kind if shards.is_one_device() or shards.has_partitioner() else (*kind, i)
 
 
 def _chunks(group: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -92,19 +88,16 @@ def _chunks(group: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 def _joined(
     fn: spread.StackFn, stacks: Sequence[jax.Array], constants: Sequence[jax.Array]
-) -> list[jax.Array]:
+) -> Sequence[jax.Array]:
     """The results for some leaves by one call of `fn`."""
+    kinds = jax.typeof(stacks[0]).sharding.mesh.axis_types
+    is_explicit = spread.explicit_mesh(stacks[0]) is not None
+    is_local = shards.is_one_device() or AxisType.Manual in kinds or not stacks[0].size
+    if not is_explicit and not is_local and shards.has_partitioner():
+        return spread.by_partitioner(fn, stacks, constants)
     stack = jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
-    is_local = AxisType.Manual in jax.typeof(stack).sharding.mesh.axis_types
-    if spread.explicit_mesh(stack) is not None:
-        result = spread.by_types(fn, stack, constants)
-    elif not shards.is_one_device() and shards.has_partitioner() and not is_local and stack.size:
-        result = spread.by_partitioner(fn, stack, constants)
-    else:
-        result = _in_pieces(fn, stack, constants)
-    bounds = list(itertools.accumulate((x.shape[0] for x in stacks), initial=0))
-    is_all = len(stacks) == 1
-    return [result if is_all else result[i:j] for i, j in itertools.pairwise(bounds)]
+    run = spread.by_types if is_explicit else _in_pieces
+    return spread.split(run(fn, stack, constants), stacks)
 
 
 def _in_pieces(fn: spread.StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> jax.Array:

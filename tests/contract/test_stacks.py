@@ -195,13 +195,16 @@ class SharingTest(parameterized.TestCase):
             primitives = _primitives(_together(names), [_leaf(name) for name in names])
         self.assertEqual(primitives.count("dot_general"), n_stacks * 5 * 3)
 
-    def test_where_leaves_may_lie_differently_they_are_apart(self):
-        # Transposes and stacks are sharded by other axes, most likely.
+    @parameterized.parameters((True, 1), (False, 5))
+    def test_where_nobody_knows_how_leaves_lie_they_are_apart(self, is_known: bool, stacks: int):
         names = ["wide", "turned", "tall", "stack", "stack"]
         leaves = [_leaf(name) for name in names]
-        with mock.patch.object(shards, "is_one_device", return_value=False):
+        with (
+            mock.patch.object(shards, "is_one_device", return_value=False),
+            mock.patch.object(shards, "has_partitioner", return_value=is_known),
+        ):
             primitives = _primitives(_together(names, steps=1), leaves)
-        self.assertEqual(primitives.count("dot_general"), (1 + 1 + 2) * 3)
+        self.assertEqual(primitives.count("dot_general"), stacks * 3)
 
 
 class IsolationTest(parameterized.TestCase):
