@@ -63,13 +63,9 @@ def x64_enabled(subject: Subject):
 def x64_parameters(subject: Subject):
     """`jax_enable_x64` with parameters in float64."""
     with trees.float64():
-        trained = train(subject, optax_cast(subjects.params(), "float64"))
+        trained = train(subject, subjects.params("float64"))
         assert {x.dtype.name for x in jax.tree.leaves(trained)} == {"float64"}
         return trained
-
-
-def optax_cast(tree: Any, dtype: str) -> Any:
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 @situation()

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ class Subject:
     """An optimizer with a setting of its own.
 
     Attributes:
-      factory: Makes it of `learning_rate` and the arguments that a situation adds.
+      factory: Makes it of `learning_rate`, `kwargs`, and the arguments that a situation adds.
       is_ours: Whether it is of this package; else it is one of Optax, the measure.
       slow: Whether it is left out of the quick tests.
       evaluates: Whether its `update` wants a `grad_fn`.
@@ -48,6 +48,7 @@ class Subject:
 
     name: str
     factory: Callable[..., optax.GradientTransformationExtraArgs]
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     is_ours: bool = True
     slow: bool = False
     evaluates: bool = False
@@ -60,7 +61,7 @@ class Subject:
 
     def make(self, learning_rate: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         """A new one."""
-        return self.factory(learning_rate, **kwargs)
+        return self.factory(learning_rate, **{**self.kwargs, **kwargs})
 
     def accepts(self, argument: str) -> bool:
         """Whether the factory has an argument of this name."""
@@ -112,24 +113,6 @@ def plain(subject: Subject) -> Any:
     return jax.device_get(train(subject))
 
 
-def _mars_exact(learning_rate: Any, **kwargs: Any) -> Any:
-    return mars_optax.mars(learning_rate, correction="exact", **kwargs)
-
-
-def _mars_alone(learning_rate: Any, **kwargs: Any) -> Any:
-    return mars_optax.mars(
-        learning_rate, max_norm=None, second_moment="gradient", keep_prev_grad=False, **kwargs
-    )
-
-
-def _mars_m_8_bits(learning_rate: Any, **kwargs: Any) -> Any:
-    return mars_optax.mars_m(learning_rate, prev_grad_dtype="float8_e4m3fn", **kwargs)
-
-
-def _mars_shampoo(learning_rate: Any, **kwargs: Any) -> Any:
-    return mars_optax.mars_shampoo(learning_rate, ns_dtype="float32", **kwargs)
-
-
 def _scale_by_mars(learning_rate: Any) -> Any:
     return optax.chain(mars_optax.scale_by_mars(), optax.scale_by_learning_rate(learning_rate))
 
@@ -150,15 +133,18 @@ OPTAX = (
     Subject("lion", optax.lion, is_ours=False),
     Subject("muon", optax.contrib.muon, is_ours=False),
 )
+_ALONE = {"max_norm": None, "second_moment": "gradient", "keep_prev_grad": False}
+_EIGHT_BITS = {"prev_grad_dtype": "float8_e4m3fn"}
+
 OURS = (
     Subject("mars", mars_optax.mars),
-    Subject("mars_lion", mars_optax.mars_lion),
     Subject("mars_m", mars_optax.mars_m, tolerance=_BFLOAT16),
-    Subject("mars_shampoo", _mars_shampoo),
-    Subject("storm_adamw", mars_optax.storm_adamw, evaluates=True),
-    Subject("mars_exact", _mars_exact, evaluates=True, slow=True),
-    Subject("mars_without_prev_grad", _mars_alone, slow=True),
-    Subject("mars_m_8_bits", _mars_m_8_bits, slow=True, tolerance=_BFLOAT16),
+    Subject("mars_lion", mars_optax.mars_lion, slow=True),
+    Subject("mars_shampoo", mars_optax.mars_shampoo, {"ns_dtype": "float32"}, slow=True),
+    Subject("storm_adamw", mars_optax.storm_adamw, slow=True, evaluates=True),
+    Subject("mars_exact", mars_optax.mars, {"correction": "exact"}, slow=True, evaluates=True),
+    Subject("mars_without_prev_grad", mars_optax.mars, _ALONE, slow=True),
+    Subject("mars_m_8_bits", mars_optax.mars_m, _EIGHT_BITS, slow=True, tolerance=_BFLOAT16),
     Subject("scale_by_mars", _scale_by_mars, slow=True),
     Subject("links", _links, slow=True),
 )
