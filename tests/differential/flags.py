@@ -26,6 +26,9 @@ def _flag(name: str, value: Any) -> Iterator[None]:
         jax.config.update(name, before)
 
 
+_STRICT_ADAMW = {"links": "its `optax.adamw` promotes, and fails alone, too"}
+
+
 @situation()
 def rank_promotion_raises(subject: Subject):
     """`jax_numpy_rank_promotion="raise"`, eagerly and under jit."""
@@ -34,14 +37,14 @@ def rank_promotion_raises(subject: Subject):
         return train(subject)
 
 
-@situation()
+@situation(reasons=_STRICT_ADAMW)
 def strict_dtype_promotion(subject: Subject):
     """`jax_numpy_dtype_promotion="strict"`."""
     with jax.numpy_dtype_promotion("strict"):
         return train(subject)
 
 
-@situation()
+@situation(reasons=_STRICT_ADAMW)
 def strict_dtype_promotion_of_bfloat16(subject: Subject):
     """`jax_numpy_dtype_promotion="strict"` with parameters in bfloat16."""
     expected = train(subject, subjects.params("bfloat16"))
@@ -218,7 +221,10 @@ def internal_checks(subject: Subject):
         return train(subject)
 
 
-@situation(needs=("jax.config.jax_allow_f16_reductions",))
+@situation(
+    needs=("jax.config.jax_allow_f16_reductions",),
+    reasons={"links": "its `optax.adamw` divides by zero in float16, where 1e-8 is 0"},
+)
 def no_reductions_in_half_precision(subject: Subject):
     """`jax_allow_f16_reductions=False` with parameters in float16."""
     expected = train(subject, subjects.params("float16"))

@@ -128,7 +128,10 @@ def numpy_state(subject: Subject):
     return _resumed(subject, jax.device_get)
 
 
-@situation(needs=("equinox",))
+@situation(
+    needs=("equinox",),
+    reasons={"mars_m_8_bits": "Equinox reads any array of 8-bit floats back as one of NumPy"},
+)
 def equinox_leaves(subject: Subject):
     """Equinox's `tree_serialise_leaves` and `tree_deserialise_leaves`."""
     import equinox as eqx
@@ -177,7 +180,13 @@ def exported_for_other_platforms(subject: Subject):
     return _two_steps(subject, jax.export.deserialize(exported.serialize()).call, leaves)
 
 
-@situation(needs=("jax.export", "flatbuffers"))
+@situation(
+    needs=("jax.export", "flatbuffers"),
+    reasons=dict.fromkeys(
+        ("mars_m", "mars_shampoo", "mars_m_8_bits"),
+        "Newton-Schulz has to know which side of a matrix is longer, as in `optax.contrib.muon`",
+    ),
+)
 def exported_with_a_symbolic_size(subject: Subject):
     """`jax.export` of a step whose matrix has a symbolic number of rows."""
     step, leaves = _flat_step(subject)
@@ -211,7 +220,9 @@ def serialized_executable(subject: Subject):
     start = subjects.params()
     now, state = start, subject.tx.init(start)
     compiled = jax.jit(subjects.step_of(subject)).lower(now, state).compile()
-    step = serialize_executable.deserialize_and_load(*serialize_executable.serialize(compiled))
+    step = serialize_executable.deserialize_and_load(
+        *serialize_executable.serialize(compiled), execution_devices=jax.devices()[:1]
+    )
     for _ in range(subjects.STEPS):
         now, state = step(now, state)
     return now

@@ -117,11 +117,11 @@ def _scale_by_mars(learning_rate: Any) -> Any:
     return optax.chain(mars_optax.scale_by_mars(), optax.scale_by_learning_rate(learning_rate))
 
 
-def _links(learning_rate: Any) -> Any:
+def _links(learning_rate: Any, eps_root: float = 0.0) -> Any:
     return optax.chain(
         mars_optax.correct_gradients(),
         mars_optax.clip_by_leaf_norm(),
-        optax.adamw(learning_rate),
+        optax.adamw(learning_rate, eps_root=eps_root),
     )
 
 
@@ -133,7 +133,13 @@ OPTAX = (
     Subject("lion", optax.lion, is_ours=False),
     Subject("muon", optax.contrib.muon, is_ours=False),
 )
-_ALONE = {"max_norm": None, "second_moment": "gradient", "keep_prev_grad": False}
+# `gamma` is named because `inject_hyperparams` has to leave it a number.
+_ALONE = {
+    "gamma": 0.025,
+    "max_norm": None,
+    "second_moment": "gradient",
+    "keep_prev_grad": False,
+}
 _EIGHT_BITS = {"prev_grad_dtype": "float8_e4m3fn"}
 
 OURS = (

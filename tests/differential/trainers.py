@@ -303,6 +303,8 @@ def chex_dataclass(subject: Subject):
         params: Any
         opt_state: Any
 
+    chex.clear_trace_counter()  # it counts by name
+
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step(state: Any) -> Any:
