@@ -166,4 +166,3 @@ def gradients_overwritten(subject: Subject):
         for g in jax.tree.leaves(grads):
             g[...] = jnp.nan
     return now
-

@@ -104,6 +104,24 @@ class Situation:
             return error
         return None
 
+    def enforce(self, subject: subjects.Subject) -> None:
+        """`check`, or where there is a reason for a failure, that it still fails."""
+        reason = self.reasons.get(subject.name)
+        if reason is None:
+            self.check(subject)
+        else:
+            assert self.outcome(subject) is not None, f"it passes; delete the reason: {reason}"
+
+    def require_optax(self) -> None:
+        """Raises if no optimizer of Optax passes: there is nothing to compare ours with."""
+        errors = []
+        for subject in subjects.OPTAX:
+            error = self.outcome(subject)
+            if error is None:
+                return
+            errors.append(f"{subject.name}: {type(error).__name__}: {error}")
+        raise AssertionError("correct the situation:\n" + "\n".join(errors))
+
 
 _DECLARED: list[Situation] = []
 

@@ -9,7 +9,7 @@ import optax
 
 from tests.differential import subjects
 from tests.differential.situation import Results, situation
-from tests.differential.subjects import EVALUATING, Subject, gradient, train
+from tests.differential.subjects import EVALUATING, Subject, gradient
 
 _NO_EXTRA_ARGUMENTS = dict.fromkeys(
     EVALUATING, "the trainer passes no extra arguments, and this one needs `grad_fn`"
@@ -134,9 +134,7 @@ def equinox_closure_to_callable_tree(subject: Subject):
     import equinox as eqx
 
     start = subjects.params()
-    converted = eqx.filter_closure_convert(
-        subjects.step_of(subject), start, subject.tx.init(start)
-    )
+    converted = eqx.filter_closure_convert(subjects.step_of(subject), start, subject.tx.init(start))
     now, state = start, subject.tx.init(start)
     for _ in range(subjects.STEPS):
         now, state = eqx.filter_jit(converted)(now, state)
@@ -150,9 +148,7 @@ def haiku_parameters(subject: Subject):
 
     def forward() -> Any:
         start = subjects.params()
-        return {
-            k: hk.get_parameter(k, x.shape, init=lambda *_, x=x: x) for k, x in start.items()
-        }
+        return {k: hk.get_parameter(k, x.shape, init=lambda *_, x=x: x) for k, x in start.items()}
 
     model = hk.transform(forward)
     now = model.init(jax.random.key(0))

@@ -46,7 +46,9 @@ def masked(subject: Subject):
 def masked_by_a_function(subject: Subject):
     """`optax.masked` by a function of the parameters, one leaf left out."""
     tx = optax.masked(subject.tx, lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
-    actual = train(subject, tx=optax.chain(tx, optax.masked(optax.set_to_zero(), {"b": True, "w": False})))
+    actual = train(
+        subject, tx=optax.chain(tx, optax.masked(optax.set_to_zero(), {"b": True, "w": False}))
+    )
     start = {"w": subjects.params()["w"]}
     return Results(actual, {**train(subject, start), "b": subjects.params()["b"]})
 
@@ -55,7 +57,8 @@ def masked_by_a_function(subject: Subject):
 def partition(subject: Subject):
     """`optax.partition` with the optimizer for all leaves."""
     tx = optax.partition(
-        {"trained": subject.tx, "frozen": optax.set_to_zero()}, lambda p: jax.tree.map(lambda _: "trained", p)
+        {"trained": subject.tx, "frozen": optax.set_to_zero()},
+        lambda p: jax.tree.map(lambda _: "trained", p),
     )
     return train(subject, tx=tx)
 
@@ -67,9 +70,7 @@ def partition_with_a_frozen_leaf(subject: Subject):
         {"trained": subject.tx, "frozen": optax.set_to_zero()}, {"b": "frozen", "w": "trained"}
     )
     start = {"w": subjects.params()["w"]}
-    return Results(
-        train(subject, tx=tx), {**train(subject, start), "b": subjects.params()["b"]}
-    )
+    return Results(train(subject, tx=tx), {**train(subject, start), "b": subjects.params()["b"]})
 
 
 @situation()
@@ -99,9 +100,7 @@ def selective_transform(subject: Subject):
     """`optax.selective_transform`: the optimizer for a leaf, the other frozen."""
     tx = optax.selective_transform(subject.tx, freeze_mask={"b": True, "w": False})
     start = {"w": subjects.params()["w"]}
-    return Results(
-        train(subject, tx=tx), {**train(subject, start), "b": subjects.params()["b"]}
-    )
+    return Results(train(subject, tx=tx), {**train(subject, start), "b": subjects.params()["b"]})
 
 
 @situation()
@@ -166,8 +165,6 @@ def inject_a_schedule(subject: Subject):
     """`optax.inject_hyperparams` of a schedule of the rate."""
     tx = _injected(subject, optax.constant_schedule(LEARNING_RATE))
     return train(subject, tx=tx)
-
-
 
 
 @situation()
@@ -329,7 +326,8 @@ def _with_arguments(wrapper: Any, subject: Subject, grad_fn: Any) -> Any:
     wrapped = wrapper(optax.GradientTransformationExtraArgs(subject.tx.init, update))
     # The `grad_fn` of `train` is for all parameters.
     return optax.GradientTransformationExtraArgs(
-        wrapped.init, lambda updates, state, params=None, **_: wrapped.update(updates, state, params)
+        wrapped.init,
+        lambda updates, state, params=None, **_: wrapped.update(updates, state, params),
     )
 
 
@@ -429,16 +427,17 @@ def apply_every(subject: Subject):
 def monitor(subject: Subject):
     """`optax.monitor` behind the optimizer."""
     measure = optax.monitor({"largest": lambda updates, *_: jnp.max(updates["w"])})
-    return train(
-        subject, tx=optax.chain(subject.tx, measure), wrap=lambda step: step
-    )
+    return train(subject, tx=optax.chain(subject.tx, measure), wrap=lambda step: step)
 
 
 @situation(needs=("optax.snapshot",))
 def snapshot(subject: Subject):
     """`optax.snapshot` in front of the optimizer."""
     return train(
-        subject, tx=optax.chain(optax.snapshot("largest", lambda updates, *_: jnp.max(updates["w"])), subject.tx)
+        subject,
+        tx=optax.chain(
+            optax.snapshot("largest", lambda updates, *_: jnp.max(updates["w"])), subject.tx
+        ),
     )
 
 
