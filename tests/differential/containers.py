@@ -54,7 +54,7 @@ def a_bare_matrix(subject: Subject):
     return Results({"w": train(subject, start)}, {"w": train(subject, {"w": start})["w"]})
 
 
-@situation()
+@situation(slow=True)
 def a_bare_vector(subject: Subject):
     """The parameters are one array, a vector."""
     start = subjects.params()["b"]
@@ -74,7 +74,7 @@ def leaves_of_size_zero(subject: Subject):
 _EMPTY = {"none": (0,), "no_columns": (4, 0), "no_rows": (0, 4)}
 
 
-@situation()
+@situation(slow=True)
 def leaves_of_rank_zero(subject: Subject):
     """A leaf of rank 0 beside the others, and moved as a vector of one entry."""
     start = subjects.params()
@@ -95,13 +95,13 @@ def leaves_of_rank_three(subject: Subject):
     return trained
 
 
-@situation()
+@situation(slow=True)
 def tuples(subject: Subject):
     """A tuple of parameters."""
     return _as_dict(*train(subject, tuple(subjects.params().values())))
 
 
-@situation()
+@situation(slow=True)
 def lists(subject: Subject):
     """A list of parameters, in a list."""
     return _as_dict(*train(subject, [list(subjects.params().values())])[0])
@@ -127,7 +127,7 @@ def frozen_dicts(subject: Subject):
     return dict(train(subject, FrozenDict(subjects.params())))
 
 
-@situation(needs=("flax.nnx",))
+@situation(slow=True, needs=("flax.nnx",))
 def nnx_states(subject: Subject):
     """Flax's `nnx.State`."""
     from flax import nnx
@@ -160,7 +160,7 @@ def integer_keys(subject: Subject):
     return _as_dict(trained[0], trained[1])
 
 
-@situation()
+@situation(slow=True)
 def tuple_keys(subject: Subject):
     """A dict with tuples for keys, as `flax.traverse_util.flatten_dict` makes it."""
     trained = train(subject, {("layer", k): x for k, x in subjects.params().items()})
@@ -195,7 +195,7 @@ def many_leaves(subject: Subject):
     return Results(trained, {k: subjects.plain(subject) for k in start})
 
 
-@situation()
+@situation(slow=True)
 def shared_leaves(subject: Subject):
     """One array as two leaves (tied weights that are not tied)."""
     start = subjects.params()
@@ -223,7 +223,7 @@ def bfloat16_leaves(subject: Subject):
     return Results(trained, subjects.plain(subject), 3e-2)
 
 
-@situation()
+@situation(slow=True)
 def mixed_dtypes(subject: Subject):
     """Leaves in bfloat16, float16 and float32 beside each other."""
     dtypes = ("bfloat16", "float32", "float16")
@@ -280,7 +280,7 @@ def python_numbers(subject: Subject):
     return Results(now, train(subject, jnp.float32(start)))
 
 
-@situation()
+@situation(slow=True)
 def weak_types(subject: Subject):
     """Parameters of a weak type: two steps are one program, or two."""
     start = {"b": jnp.asarray(1.25), "w": jnp.ones((3, 4)) * 1.25}

@@ -71,7 +71,7 @@ def x64_parameters(subject: Subject):
         return trained
 
 
-@situation()
+@situation(slow=True)
 def x64_enabled_after_init(subject: Subject):
     """`jax_enable_x64` around the steps only: the state was made without it."""
     state, step = subject.tx.init(subjects.params()), subjects.step_of(subject)
@@ -104,7 +104,7 @@ def debug_nans_and_infs_without_gradients(subject: Subject):
     return Results(updates, zeros)
 
 
-@situation()
+@situation(slow=True)
 def debug_infs(subject: Subject):
     """`jax_debug_infs`, eagerly and under jit."""
     with jax.debug_infs(True):
@@ -128,7 +128,7 @@ def tracer_leaks_checked(subject: Subject):
         return now
 
 
-@situation()
+@situation(slow=True)
 def jit_disabled(subject: Subject):
     """`jax_disable_jit`."""
     with jax.disable_jit():
@@ -142,7 +142,7 @@ def matmul_precision_highest(subject: Subject):
         return train(subject)
 
 
-@situation()
+@situation(slow=True)
 def matmul_precision_of_an_algorithm(subject: Subject):
     """`jax_default_matmul_precision="BF16_BF16_F32_X3"`, the name of an algorithm of dots."""
     with jax.default_matmul_precision("BF16_BF16_F32_X3"):
@@ -162,7 +162,7 @@ def transfers_disallowed(subject: Subject):
     return now
 
 
-@situation()
+@situation(slow=True)
 def transfers_disallowed_from_the_start(subject: Subject):
     """`jax_transfer_guard="disallow"` around compiled `init` and steps."""
     now = subjects.params()
@@ -173,21 +173,21 @@ def transfers_disallowed_from_the_start(subject: Subject):
     return now
 
 
-@situation()
+@situation(slow=True)
 def threefry_not_partitionable(subject: Subject):
     """`jax_threefry_partitionable=False`."""
     with jax.threefry_partitionable(False):
         return train(subject)
 
 
-@situation()
+@situation(slow=True)
 def random_numbers_of_another_kind(subject: Subject):
     """`jax_default_prng_impl="rbg"` and `jax_enable_custom_prng`."""
     with jax.default_prng_impl("rbg"), _flag("jax_enable_custom_prng", True):
         return train(subject)
 
 
-@situation()
+@situation(slow=True)
 def another_default_device(subject: Subject):
     """`jax_default_device` is another than that of the parameters."""
     first, second = jax.devices()[:2]
@@ -196,7 +196,7 @@ def another_default_device(subject: Subject):
         return train(subject, start)
 
 
-@situation()
+@situation(slow=True)
 def parameters_on_the_second_device(subject: Subject):
     """Parameters on a device that is not the default, eagerly and under jit; they stay there."""
     second = jax.devices()[1]
@@ -207,14 +207,14 @@ def parameters_on_the_second_device(subject: Subject):
     return Results((eager, compiled), (subjects.plain(subject),) * 2)
 
 
-@situation(needs=("jax.config.jax_explicit_x64_dtypes",))
+@situation(slow=True, needs=("jax.config.jax_explicit_x64_dtypes",))
 def explicit_x64_dtypes(subject: Subject):
     """`jax_explicit_x64_dtypes="error"`: nothing asks for 64 bits."""
     with _flag("jax_explicit_x64_dtypes", "error"):
         return train(subject)
 
 
-@situation()
+@situation(slow=True)
 def internal_checks(subject: Subject):
     """`jax_enable_checks`."""
     with _flag("jax_enable_checks", True):
@@ -259,21 +259,21 @@ def optimizations_disabled(subject: Subject):
         return train(subject)
 
 
-@situation(needs=("jax.config.eager_constant_folding",))
+@situation(slow=True, needs=("jax.config.eager_constant_folding",))
 def constants_folded_eagerly(subject: Subject):
     """`eager_constant_folding`."""
     with _flag("eager_constant_folding", True):
         return train(subject)
 
 
-@situation(needs=("jax.config.jax_debug_key_reuse",))
+@situation(slow=True, needs=("jax.config.jax_debug_key_reuse",))
 def reused_keys_noticed(subject: Subject):
     """`jax_debug_key_reuse`, which looks into every compiled program."""
     with jax.debug_key_reuse(True):
         return train(subject)
 
 
-@situation(needs=("jax.config.jax_thread_guard",))
+@situation(slow=True, needs=("jax.config.jax_thread_guard",))
 def one_thread_alone(subject: Subject):
     """`jax_thread_guard`: no other thread creates arrays."""
     with jax.thread_guard(True):

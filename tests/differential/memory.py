@@ -78,7 +78,7 @@ def state_offloaded_and_back(subject: Subject):
     return now
 
 
-@situation(needs=("jax.experimental.compute_on.compute_on",))
+@situation(slow=True, needs=("jax.experimental.compute_on.compute_on",))
 def update_on_the_host(subject: Subject):
     """`update` under `compute_on("device_host")`, inside a compiled step."""
     from jax.experimental.compute_on import compute_on
@@ -126,7 +126,7 @@ def donated_gradients_too(subject: Subject):
     return now
 
 
-@situation()
+@situation(slow=True)
 def donation_after_an_eager_step(subject: Subject):
     """Gradients and state of an eager step donated together: no buffer is in both."""
     start = subjects.params()
@@ -141,7 +141,7 @@ def donation_after_an_eager_step(subject: Subject):
     return now
 
 
-@situation()
+@situation(slow=True)
 def parameters_deleted_after_init(subject: Subject):
     """The parameters that `init` got are deleted: the state keeps none of their buffers."""
     start = subjects.params()

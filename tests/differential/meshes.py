@@ -63,7 +63,7 @@ def automatic_mesh_by_columns(subject: Subject):
     return _on_mesh(subject, AxisType.Auto, "columns")
 
 
-@situation()
+@situation(slow=True)
 def automatic_mesh_by_both(subject: Subject):
     """The matrix by both axes of a mesh of automatic axes; updates lie as it does."""
     return _on_mesh(subject, AxisType.Auto, "both")
@@ -133,7 +133,7 @@ def shard_map_without_check_vma_with_param_specs(subject: Subject):
     return _in_shard_map(subject, check_vma=False, param_specs=_WHOLE)
 
 
-@situation()
+@situation(slow=True)
 def shard_map_over_members(subject: Subject):
     """Another member on each device, inside `jax.shard_map`, with `param_specs` of whole leaves."""
 
@@ -233,7 +233,7 @@ def sharding_constraints(subject: Subject):
     return now
 
 
-@situation()
+@situation(slow=True)
 def out_shardings(subject: Subject):
     """`jax.jit(step, in_shardings=..., out_shardings=...)` with a sharding for all leaves."""
     whole = NamedSharding(_mesh(AxisType.Auto), P())

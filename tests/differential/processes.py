@@ -15,7 +15,7 @@ from tests.support import processes
 _LIMIT = 240  # seconds, for a machine that is busy; a worker takes about 20
 
 
-@situation()
+@situation(slow=True)
 def threads(subject: Subject):
     """Training in two threads at once, the optimizer made in this one."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

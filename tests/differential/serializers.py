@@ -31,7 +31,7 @@ def pickled_state(subject: Subject):
     return _resumed(subject, lambda carry: pickle.loads(pickle.dumps(carry)))
 
 
-@situation(needs=("cloudpickle",))
+@situation(slow=True, needs=("cloudpickle",))
 def cloudpickled_state(subject: Subject):
     """`cloudpickle` of parameters and state."""
     import cloudpickle
@@ -56,13 +56,13 @@ def deep_copied_optimizer(subject: Subject):
     return train(subject, tx=copy.deepcopy(subject.tx))
 
 
-@situation()
+@situation(slow=True)
 def deep_copied_state(subject: Subject):
     """`copy.deepcopy` of parameters and state."""
     return _resumed(subject, copy.deepcopy)
 
 
-@situation(needs=("flax.serialization",))
+@situation(slow=True, needs=("flax.serialization",))
 def flax_state_dict(subject: Subject):
     """`flax.serialization.to_state_dict` and `from_state_dict`."""
     from flax import serialization
@@ -172,7 +172,7 @@ def exported(subject: Subject):
     return _two_steps(subject, jax.jit(jax.export.deserialize(stored).call), leaves)
 
 
-@situation(needs=("jax.export", "flatbuffers"))
+@situation(slow=True, needs=("jax.export", "flatbuffers"))
 def exported_for_other_platforms(subject: Subject):
     """`jax.export` of a step for CPU, CUDA and TPU at once, called here."""
     step, leaves = _flat_step(subject)
@@ -212,7 +212,7 @@ def compiled_ahead_of_time(subject: Subject):
     return now
 
 
-@situation(needs=("jax.experimental.serialize_executable",))
+@situation(slow=True, needs=("jax.experimental.serialize_executable",))
 def serialized_executable(subject: Subject):
     """`jax.experimental.serialize_executable` of a compiled step."""
     from jax.experimental import serialize_executable
@@ -239,7 +239,7 @@ def no_pointers_in_the_program(subject: Subject):
     return train(subject)
 
 
-@situation()
+@situation(slow=True)
 def identical_programs(subject: Subject):
     """Two optimizers made alike lower to one text, so that a compilation cache finds it."""
     start = subjects.params()

@@ -69,8 +69,10 @@ class TestTable:
         named = {name for row in _SITUATIONS for name in row.reasons}
         assert named <= {subject.name for subject in subjects.OURS}
 
-    @pytest.mark.parametrize("subject", subjects.OURS[:2], ids=lambda subject: subject.name)
-    def test_a_step_that_forgets_the_previous_gradient_is_noticed(self, subject):
+    # In bfloat16 the tolerance of `mars_m` hides it; `mars_shampoo` orthogonalizes in float32.
+    @pytest.mark.parametrize("name", ["mars", "mars_shampoo"])
+    def test_a_step_that_forgets_the_previous_gradient_is_noticed(self, name):
+        subject = next(s for s in subjects.OURS if s.name == name)
         row = _row(lambda subject: subjects.train(subject, tx=_forgetful(subject)))
         with pytest.raises(AssertionError, match="Mismatched elements"):
             row.enforce(subject)

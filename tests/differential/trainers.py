@@ -62,7 +62,7 @@ def nnx_optimizer(subject: Subject):
     return _nnx_train(subject, optimizer, model, lambda o, m, g, **extra: o.update(m, g, **extra))
 
 
-@situation(needs=("flax.nnx.ModelAndOptimizer",))
+@situation(slow=True, needs=("flax.nnx.ModelAndOptimizer",))
 def nnx_model_and_optimizer(subject: Subject):
     """Flax's `nnx.ModelAndOptimizer`, under `nnx.jit`."""
     from flax import nnx
@@ -106,7 +106,7 @@ def equinox_filter_jit(subject: Subject):
     return {"b": model.b, "w": model.w}
 
 
-@situation(needs=("equinox",))
+@situation(slow=True, needs=("equinox",))
 def equinox_carries_the_optimizer(subject: Subject):
     """The optimizer as a leaf of an Equinox module that `filter_jit` gets."""
     import equinox as eqx
@@ -130,7 +130,7 @@ def equinox_carries_the_optimizer(subject: Subject):
 
 @situation(needs=("equinox",))
 def equinox_closure_to_callable_tree(subject: Subject):
-    """Equinox turns `update` and what it captures into a callable tree (`filter_closure_convert`)."""
+    """Equinox's `filter_closure_convert`: the step and what it captures as a callable tree."""
     import equinox as eqx
 
     start = subjects.params()
@@ -217,7 +217,7 @@ def scan(subject: Subject):
     return run(subjects.params())
 
 
-@situation()
+@situation(slow=True)
 def fori_loop(subject: Subject):
     """`jax.lax.fori_loop` over the steps, eagerly."""
     step, now = subjects.step_of(subject), subjects.params()
@@ -240,7 +240,7 @@ def cond_around_update(subject: Subject):
     return now
 
 
-@situation()
+@situation(slow=True)
 def switch_between_rates(subject: Subject):
     """`jax.lax.switch` between optimizers of two rates with one state."""
     branches = [
@@ -253,7 +253,7 @@ def switch_between_rates(subject: Subject):
     return now
 
 
-@situation()
+@situation(slow=True)
 def accumulated_micro_batches(subject: Subject):
     """The mean of micro-batches' gradients by a scan, one `update` behind it."""
 
@@ -334,7 +334,7 @@ def references(subject: Subject):
     return jax.tree.map(lambda r: r[...], refs[0])
 
 
-@situation()
+@situation(slow=True)
 def train_of_others(subject: Subject):
     """`jax.value_and_grad` with an auxiliary output, and `apply_updates` in another program."""
     update = jax.jit(functools.partial(subject.tx.update, **subject.extra))

@@ -39,7 +39,7 @@ def vmap_over_members(subject: Subject):
     return Results([_member(now, i) for i in range(2)], expected)
 
 
-@situation()
+@situation(slow=True)
 def vmap_over_rates(subject: Subject):
     """`jax.vmap` of whole trainings over the learning rate."""
     rates = jnp.asarray([LEARNING_RATE, LEARNING_RATE / 2])
@@ -65,7 +65,7 @@ def vmap_of_gradients_only(subject: Subject):
     return Results([_member(updates, i) for i in range(2)], expected)
 
 
-@situation()
+@situation(slow=True)
 def vmap_of_vmap(subject: Subject):
     """Two `jax.vmap` around the step."""
     now = jax.tree.map(lambda x: x[None], _stacked())
@@ -76,7 +76,7 @@ def vmap_of_vmap(subject: Subject):
     return Results(_member(_member(now, 0), 0), subjects.plain(subject))
 
 
-@situation()
+@situation(slow=True)
 def lax_map_over_members(subject: Subject):
     """`jax.lax.map` of whole trainings, two members at a time."""
     run = jax.jit(lambda p: jax.lax.map(lambda q: eagerly(subject, q), p, batch_size=2))
@@ -94,7 +94,7 @@ def _by_differences(fn: Any, rate: float) -> Any:
     return (fn(rate + h) - fn(rate - h)) / (2 * h)
 
 
-@situation()
+@situation(slow=True)
 def gradient_through_training(subject: Subject):
     """`jax.grad` of a training's result with respect to the learning rate."""
     outer = jax.jit(functools.partial(_outer_loss, subject))
@@ -132,7 +132,7 @@ def gradient_through_training_where_gradients_are_zero(subject: Subject):
     return Results(actual, _by_differences(outer, LEARNING_RATE), tolerance)
 
 
-@situation()
+@situation(slow=True)
 def forward_mode_through_training(subject: Subject):
     """`jax.jacfwd` and `jax.jvp` by the rate equal `jax.grad`."""
     outer = functools.partial(_outer_loss, subject)
@@ -144,7 +144,7 @@ def forward_mode_through_training(subject: Subject):
     return Results([forward, tangent], [reverse, reverse], tolerance)
 
 
-@situation()
+@situation(slow=True)
 def rematerialized_step(subject: Subject):
     """`jax.checkpoint` of the step, differentiated by the start."""
 
@@ -158,7 +158,7 @@ def rematerialized_step(subject: Subject):
     return Results(grad(start, jax.checkpoint), grad(start, lambda step: step), tolerance)
 
 
-@situation()
+@situation(slow=True)
 def linearized(subject: Subject):
     """`jax.linearize` and `jax.vjp` of a step by the parameters."""
     start = subjects.params()
@@ -172,7 +172,7 @@ def linearized(subject: Subject):
     return Results([now, other], [fn(start)] * 2)
 
 
-@situation()
+@situation(slow=True)
 def custom_vjp_around(subject: Subject):
     """A `jax.custom_vjp` whose forward pass is a training."""
 
@@ -233,7 +233,7 @@ def _without_addresses(jaxpr: Any) -> str:
     return re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
 
 
-@situation()
+@situation(slow=True)
 def compile_time_evaluation(subject: Subject):
     """`jax.ensure_compile_time_eval` around a training of constants inside jit."""
 
@@ -288,7 +288,7 @@ def compiled_once(subject: Subject):
     return results[subjects.STEPS - 1]
 
 
-@situation()
+@situation(slow=True)
 def checkified(subject: Subject):
     """`checkify.checkify` with every check of floats, divisions and indices."""
     from jax.experimental import checkify
@@ -302,7 +302,7 @@ def checkified(subject: Subject):
     return now
 
 
-@situation()
+@situation(slow=True)
 def inside_a_callback(subject: Subject):
     """A training inside `jax.pure_callback`."""
     run = jax.jit(
@@ -315,14 +315,14 @@ def inside_a_callback(subject: Subject):
     return run(subjects.params())
 
 
-@situation()
+@situation(slow=True)
 def named_scope(subject: Subject):
     """`jax.named_scope` and `jax.named_call` around the step."""
     with jax.named_scope("outer"):
         return train(subject, wrap=lambda step: jax.jit(jax.named_call(step, name="step")))
 
 
-@situation()
+@situation(slow=True)
 def optimization_barrier(subject: Subject):
     """`jax.lax.optimization_barrier` around gradients, state and updates."""
 
@@ -337,7 +337,7 @@ def optimization_barrier(subject: Subject):
     return now
 
 
-@situation()
+@situation(slow=True)
 def gradients_by_the_state(subject: Subject):
     """`jax.grad` of an update by the optimizer's state, as truncated unrolls have it."""
     start = subjects.params()

@@ -42,7 +42,7 @@ def masked(subject: Subject):
     return trained
 
 
-@situation()
+@situation(slow=True)
 def masked_by_a_function(subject: Subject):
     """`optax.masked` by a function of the parameters, one leaf left out."""
     tx = optax.masked(subject.tx, lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
@@ -73,7 +73,7 @@ def partition_with_a_frozen_leaf(subject: Subject):
     return Results(train(subject, tx=tx), {**train(subject, start), "b": subjects.params()["b"]})
 
 
-@situation()
+@situation(slow=True)
 def partition_of_two(subject: Subject):
     """`optax.partition` with an optimizer for each leaf."""
     tx = optax.partition(
@@ -87,7 +87,7 @@ def partition_of_two(subject: Subject):
     return Results(train(subject, tx=tx), halves)
 
 
-@situation(needs=("optax.freeze",))
+@situation(slow=True, needs=("optax.freeze",))
 def freeze(subject: Subject):
     """`optax.freeze` of a leaf behind the optimizer."""
     tx = optax.chain(subject.tx, optax.freeze({"b": True, "w": False}))
@@ -95,7 +95,7 @@ def freeze(subject: Subject):
     return Results(train(subject, tx=tx), expected)
 
 
-@situation(needs=("optax.selective_transform",))
+@situation(slow=True, needs=("optax.selective_transform",))
 def selective_transform(subject: Subject):
     """`optax.selective_transform`: the optimizer for a leaf, the other frozen."""
     tx = optax.selective_transform(subject.tx, freeze_mask={"b": True, "w": False})
@@ -109,21 +109,21 @@ def multi_steps(subject: Subject):
     return train(subject, tx=optax.MultiSteps(subject.tx, 2), steps=2 * subjects.STEPS)
 
 
-@situation()
+@situation(slow=True)
 def multi_steps_by_a_schedule(subject: Subject):
     """`optax.MultiSteps` with a schedule of their number."""
     tx = optax.MultiSteps(subject.tx, lambda step: jnp.where(step < 1, 1, 2))
     return train(subject, tx=tx.gradient_transformation(), steps=2 * subjects.STEPS - 1)
 
 
-@situation()
+@situation(slow=True)
 def skip_not_finite(subject: Subject):
     """`optax.MultiSteps` that skips a gradient that is not finite."""
     tx = optax.MultiSteps(subject.tx, 1, should_skip_update_fn=optax.skip_not_finite)
     return _with_a_nan(subject, tx)
 
 
-@situation()
+@situation(slow=True)
 def skip_large_updates(subject: Subject):
     """`optax.MultiSteps` that skips large gradients, of which there are none."""
     skip = functools.partial(optax.skip_large_updates, max_squared_norm=1e3)
@@ -167,7 +167,7 @@ def inject_a_schedule(subject: Subject):
     return train(subject, tx=tx)
 
 
-@situation()
+@situation(slow=True)
 def inject_a_stateful_schedule(subject: Subject):
     """`optax.inject_hyperparams` of a schedule that keeps a state of its own."""
     rate = optax.WrappedSchedule(optax.constant_schedule(LEARNING_RATE))
@@ -185,7 +185,7 @@ def a_schedule(subject: Subject):
     return train(subject, tx=subject.make(optax.constant_schedule(LEARNING_RATE)))
 
 
-@situation()
+@situation(slow=True)
 def an_array_as_the_rate(subject: Subject):
     """A rate that is an array."""
     return train(subject, tx=subject.make(jnp.asarray(LEARNING_RATE)))
@@ -205,7 +205,7 @@ def lookahead(subject: Subject):
     return now.fast
 
 
-@situation(reasons=_NO_EXTRA_ARGUMENTS)
+@situation(slow=True, reasons=_NO_EXTRA_ARGUMENTS)
 def lookahead_synchronizes(subject: Subject):
     """`optax.lookahead` at every step, which resets the state: twice a first step."""
     tx = optax.lookahead(subject.tx, sync_period=1, slow_step_size=1.0, reset_state=True)
@@ -218,7 +218,7 @@ def lookahead_synchronizes(subject: Subject):
     return Results(now.slow, train(subject, once, steps=1))
 
 
-@situation()
+@situation(slow=True)
 def schedule_free(subject: Subject):
     """`optax.contrib.schedule_free`, whose first averages are the optimizer's own steps."""
     tx = optax.contrib.schedule_free(subject.tx, learning_rate=LEARNING_RATE, b1=0.9)
@@ -279,7 +279,7 @@ def _scaled(params: Any) -> Any:
     return jax.tree.map(lambda p: p * 0.2, params)
 
 
-@situation()
+@situation(slow=True)
 def differentially_private_aggregate(subject: Subject):
     """`optax.contrib.differentially_private_aggregate` without noise, on a batch of one."""
     private = optax.contrib.differentially_private_aggregate(1e3, 0.0, key=jax.random.key(0))
@@ -380,13 +380,13 @@ def tree_map_params(subject: Subject):
     return train(subject, tx=tx._replace(init=lambda _: state))
 
 
-@situation()
+@situation(slow=True)
 def zoom_linesearch(subject: Subject):
     """`optax.scale_by_zoom_linesearch` behind the optimizer: the loss falls."""
     return _by_linesearch(subject, optax.scale_by_zoom_linesearch(max_linesearch_steps=5))
 
 
-@situation()
+@situation(slow=True)
 def backtracking_linesearch(subject: Subject):
     """`optax.scale_by_backtracking_linesearch` behind the optimizer: the loss falls."""
     return _by_linesearch(
@@ -417,7 +417,7 @@ def _by_linesearch(subject: Subject, search: Any) -> Any:
     return Results(jnp.asarray(sorted(losses, reverse=True)), jnp.asarray(losses))
 
 
-@situation()
+@situation(slow=True)
 def apply_every(subject: Subject):
     """`optax.apply_every` behind the optimizer, every step."""
     return train(subject, tx=optax.chain(subject.tx, optax.apply_every(1)))
@@ -441,19 +441,19 @@ def snapshot(subject: Subject):
     )
 
 
-@situation()
+@situation(slow=True)
 def keep_params_nonnegative(subject: Subject):
     """`optax.keep_params_nonnegative` behind the optimizer; nothing becomes negative."""
     return train(subject, tx=optax.chain(subject.tx, optax.keep_params_nonnegative()))
 
 
-@situation()
+@situation(slow=True)
 def ema_of_the_updates(subject: Subject):
     """`optax.ema` behind the optimizer, with a decay of zero."""
     return train(subject, tx=optax.chain(subject.tx, optax.ema(0.0)))
 
 
-@situation()
+@situation(slow=True)
 def ema_of_the_parameters(subject: Subject):
     """`optax.incremental_update` of averaged parameters inside the compiled step."""
     tx = subject.tx
@@ -471,7 +471,7 @@ def ema_of_the_parameters(subject: Subject):
     return carry[2]
 
 
-@situation()
+@situation(slow=True)
 def other_links_in_front(subject: Subject):
     """`zero_nans`, `add_noise`, `adaptive_grad_clip` and `trace` in front, none of which acts."""
     links = (
@@ -483,7 +483,7 @@ def other_links_in_front(subject: Subject):
     return train(subject, tx=optax.chain(*links, subject.tx))
 
 
-@situation()
+@situation(slow=True)
 def trust_ratio_behind(subject: Subject):
     """`optax.scale_by_trust_ratio` behind the optimizer (LAMB): finite, of the parameter's norm."""
     tx = optax.chain(subject.tx, optax.scale_by_trust_ratio())
@@ -493,7 +493,7 @@ def trust_ratio_behind(subject: Subject):
     return Results(norms[0], norms[1], 1e-4)  # the order of the norm's sum
 
 
-@situation(needs=("optax.contrib.mechanize",))
+@situation(slow=True, needs=("optax.contrib.mechanize",))
 def mechanize(subject: Subject):
     """`optax.contrib.mechanize` around the optimizer: the steps are finite and move something."""
     tx = optax.contrib.mechanize(subject.make(1.0))
@@ -501,7 +501,8 @@ def mechanize(subject: Subject):
     step = jax.jit(subjects.step_of(subject, tx))
     for _ in range(subjects.STEPS + 2):
         now, state = step(now, state)
-    moved = [jnp.any(a != b) for a, b in zip(*map(jax.tree.leaves, (now, subjects.params())))]
+    pairs = zip(jax.tree.leaves(now), jax.tree.leaves(subjects.params()), strict=True)
+    moved = [jnp.any(a != b) for a, b in pairs]
     return Results((moved, now), ([jnp.asarray(True)] * len(moved), now))
 
 
