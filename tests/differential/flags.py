@@ -252,13 +252,6 @@ def large_constants_warned_of(subject: Subject):
         return train(subject)
 
 
-@situation(needs=("jax.config.jax_disable_most_optimizations",))
-def optimizations_disabled(subject: Subject):
-    """`jax_disable_most_optimizations`."""
-    with _flag("jax_disable_most_optimizations", True):
-        return train(subject)
-
-
 @situation(slow=True, needs=("jax.config.eager_constant_folding",))
 def constants_folded_eagerly(subject: Subject):
     """`eager_constant_folding`."""
