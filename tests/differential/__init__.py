@@ -1,0 +1,1 @@
+"""Where Optax works, this package works: situations times subjects, see `situation.py`."""
