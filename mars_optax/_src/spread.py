@@ -9,6 +9,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # The short side from which a device works on its part of a stack, rather than on all of it. Five
@@ -99,19 +101,20 @@ def by_partitioner(
     of ours reaches the parameters. Inside, those that are sharded alike move together to where
     their matrices are whole, and back.
     """
+    count = len(stacks)  # what JAX keeps, such as rules of derivatives, holds on to no array
 
     def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
-        parts = args[: len(stacks)]
-        return split(fn(jnp.concatenate(parts), *args[len(stacks) :]), parts)
+        parts = args[:count]
+        return split(fn(jnp.concatenate(parts), *args[count:]), parts)
 
     def infer(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
         del mesh, result_shape
-        return tuple(x.sharding for x in arg_shapes[: len(stacks)])
+        return tuple(x.sharding for x in arg_shapes[:count])
 
     def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
         del result_shape
         groups: dict[Any, list[int]] = {}
-        for i, x in enumerate(arg_shapes[: len(stacks)]):
+        for i, x in enumerate(arg_shapes[:count]):
             place = _path(x.sharding.spec, ())[0]
             # The compiler moves what does not come out even.
             place = place if _is_even(mesh, x.shape, place) else ((), (), ())
@@ -120,13 +123,13 @@ def by_partitioner(
             key: _path(_spec(key[0]), _shared(mesh, key[0], [arg_shapes[i].shape for i in group]))
             for key, group in groups.items()
         }
-        places: list[Any] = [None] * len(stacks)
+        places: list[Any] = [None] * count
         for key, group in groups.items():
             for i in group:
                 places[i] = NamedSharding(mesh, _spec(key[0]))
 
         def local(*args: jax.Array) -> tuple[jax.Array, ...]:
-            results = list(args[: len(stacks)])
+            results = list(args[:count])
             for key, group in groups.items():
                 parts, path = [args[i] for i in group], paths[key]
                 stack = jnp.concatenate(parts)
@@ -138,7 +141,7 @@ def by_partitioner(
                 stack = barrier(jnp.resize(stack, (total, *stack.shape[1:])))
                 for before, after in itertools.pairwise(path):
                     stack = _moved(mesh, stack, before, after)
-                stack = fn(stack, *args[len(stacks) :])
+                stack = fn(stack, *args[count:])
                 for before, after in itertools.pairwise(reversed(path)):
                     stack = _moved(mesh, stack, before, after)
                 for i, result in zip(group, split(stack, parts), strict=True):
@@ -148,7 +151,7 @@ def by_partitioner(
         everywhere = NamedSharding(mesh, _spec(()))
         return mesh, local, tuple(places), (*places, *(everywhere for _ in constants))
 
-    factors = [f"slice{i} short{i} long{i}" for i in range(len(stacks))]
+    factors = [f"slice{i} short{i} long{i}" for i in range(count)]
     replicated = [
         " ".join(f"constant{i}axis{axis}" for axis in range(x.ndim))
         for i, x in enumerate(constants)
@@ -159,12 +162,16 @@ def by_partitioner(
         infer_sharding_from_operands=infer,
         sharding_rule=f"{', '.join([*factors, *replicated])} -> {', '.join(factors)}",
     )
-    batched = jax.custom_batching.custom_vmap(call)
+
+    @jax.custom_batching.custom_vmap
+    def batched(*args: jax.Array) -> tuple[jax.Array, ...]:
+        programs = {"whole": jax.make_jaxpr(whole)(*args), "call": jax.make_jaxpr(call)(*args)}
+        return tuple(_stacks_p.bind(*args, **programs))
 
     @batched.def_vmap
     def _batched(size: int, is_batched: Sequence[bool], *args: jax.Array) -> Any:
         axes = [0 if batched else None for batched in is_batched]
-        return jax.vmap(whole, axes, axis_size=size)(*args), (True,) * len(stacks)
+        return jax.vmap(whole, axes, axis_size=size)(*args), (True,) * count
 
     run = jax.custom_jvp(batched)
 
@@ -173,6 +180,25 @@ def by_partitioner(
         return jax.jvp(whole, primals, tangents)
 
     return list(run(*stacks, *constants))
+
+
+# The partitioner calls back into Python, which cannot be serialized: an exported program has the
+# function itself, which the partitioner divides as it can. Both are programs, in which JAX looks
+# for what has to know the devices.
+_stacks_p: Final[Any] = Primitive("mars_optax_stacks")
+_stacks_p.multiple_results = True
+_stacks_p.def_impl(lambda *args, whole, call: jaxpr_as_fun(call)(*args))
+_stacks_p.def_abstract_eval(lambda *avals, whole, call: call.out_avals)
+
+
+def _lower(ctx: Any, *args: Any, whole: Any, call: Any) -> Any:
+    is_exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
+    chosen = jaxpr_as_fun(whole if is_exported else call)
+    lowered: Any = mlir.lower_fun(chosen, multiple_results=True)
+    return lowered(ctx, *args)
+
+
+mlir.register_lowering(_stacks_p, _lower)
 
 
 def split(stack: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
