@@ -101,7 +101,8 @@ def by_partitioner(
     of ours reaches the parameters. Inside, those that are sharded alike move together to where
     their matrices are whole, and back.
     """
-    count = len(stacks)  # what JAX keeps, such as rules of derivatives, holds on to no array
+    # What JAX keeps, such as rules of derivatives, must hold on to no array.
+    count, others = len(stacks), len(constants)
 
     def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
         parts = args[:count]
@@ -149,7 +150,7 @@ def by_partitioner(
             return tuple(results)
 
         everywhere = NamedSharding(mesh, _spec(()))
-        return mesh, local, tuple(places), (*places, *(everywhere for _ in constants))
+        return mesh, local, tuple(places), (*places, *(everywhere,) * others)
 
     factors = [f"slice{i} short{i} long{i}" for i in range(count)]
     replicated = [

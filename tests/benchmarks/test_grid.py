@@ -376,7 +376,9 @@ class TablesTest(FolderTest):
     def test_other_results_are_an_error_that_names_the_file(self, text: str):
         path = self.folder / "other.json"
         path.write_text(text)
-        with self.assertRaisesRegex(ValueError, "Expected results of gpt2, language_model, vision, got .*other"):
+        with self.assertRaisesRegex(
+            ValueError, "Expected results of gpt2, language_model, vision, got .*other"
+        ):
             evidence.write(path, ["main"], self.folder)
 
     def test_a_file_that_is_not_there_is_an_error_that_names_it(self):

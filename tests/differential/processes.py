@@ -8,6 +8,7 @@ import tempfile
 from typing import Any
 
 from tests.differential import subjects
+from tests.differential.meshes import CALLS_BACK
 from tests.differential.situation import Results, situation
 from tests.differential.subjects import Subject, eagerly, train
 from tests.support import processes
@@ -81,7 +82,7 @@ def _cached() -> Any:
         return _train_elsewhere(**settings)
 
 
-@situation(slow=True)
+@situation(slow=True, reasons=CALLS_BACK)
 def compilation_cache(subject: Subject):
     """JAX's persistent cache: a second process finds every program, those on a mesh included."""
     results = _cached()
