@@ -106,9 +106,9 @@ class ContentsTest(parameterized.TestCase):
         self.assertEqual([name for name, _ in groups], ["Learn", "Choose", "Scale", "Develop"])
         # What is of no use to most readers goes below another page.
         self.assertLessEqual(sum(len(body.split()) for _, body in groups), 24)
-        # The table on the page has what the menu has.
+        # The list on the page leads to pages of the group.
         for name, body in groups:
-            row = re.search(rf"^\| \*\*{name}\*\* \| (.*) \|$", home, re.M)[1]
+            row = re.search(rf"^- \*\*{name}\*\*: (.*)$", home, re.M)[1]
             self.assertContainsSubset(re.findall(r"\((\w+)\.md\)", row), body.split())
 
     def test_the_home_page_installs_as_the_readme_does(self):
