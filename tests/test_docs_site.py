@@ -29,31 +29,45 @@ site_links = _module("site_links")
 external_names = _module("external_names")
 
 
+def _pages() -> list[pathlib.Path]:
+    return sorted([*_DOCS.glob("*.md"), *(_DOCS / "api").glob("*.md")])
+
+
 def _contents() -> list[str]:
     """The entries of all tables of contents."""
     entries = []
-    for page in _DOCS.glob("*.md"):
+    for page in _pages():
         for body in re.findall(r"^```{toctree}\n(.*?)^```$", page.read_text(), re.M | re.S):
             lines = body.splitlines()
             entries += [line for line in lines if line and not line.startswith(":")]
     return entries
 
 
-def _documented() -> list[tuple[str, str]]:
-    """The kind and the name of everything on the page of the reference."""
-    return re.findall(r"^\.\. auto(\w+):: mars_optax\.(\w+)$", _api(), re.M)
-
-
-def _api() -> str:
-    return (_DOCS / "api.md").read_text()
+def _documented(page: str = "*") -> list[tuple[str, str]]:
+    """The kind and the name of everything on one page of the reference, or on all."""
+    texts = [path.read_text() for path in (_DOCS / "api").glob(f"{page}.md")]
+    return re.findall(r"^\.\. auto(\w+):: mars_optax\.(\w+)$", "\n".join(texts), re.M)
 
 
 class ReferenceTest(parameterized.TestCase):
     def test_every_public_name_is_documented_once(self):
         public = {name for name in vars(mars_optax) if not name.startswith("_")}
         public -= {name for name in public if inspect.ismodule(getattr(mars_optax, name))}
-        self.assertGreater(len(public), 20)
-        self.assertCountEqual([name for _, name in _documented()], public)
+        self.assertCountEqual(public, mars_optax.__all__)
+        self.assertCountEqual([name for _, name in _documented()], mars_optax.__all__)
+
+    def test_tables_have_the_names_of_their_page_in_its_order(self):
+        index = (_DOCS / "api.md").read_text()
+        rows = re.findall(r"^\| \[.*\]\(api/(\w+)\.md\) \| (.*) \|$", index, re.M)
+        self.assertLen(rows, len(list((_DOCS / "api").glob("*.md"))))
+        for page, names in rows:
+            expected = [name for _, name in _documented(page)]
+            self.assertEqual(names, ", ".join(f"`{name}`" for name in expected))
+            text = (_DOCS / "api" / f"{page}.md").read_text()
+            summary = re.search(
+                r"^\.\. autosummary::\n   :nosignatures:\n\n(.*?)^```$", text, re.M | re.S
+            )
+            self.assertEqual(summary[1].split(), expected, page)
 
     def test_classes_are_documented_as_classes(self):
         for kind, name in _documented():
@@ -79,9 +93,29 @@ class ContentsTest(parameterized.TestCase):
 
     def test_every_page_is_in_a_table_of_contents(self):
         entries = _contents()
-        for page in sorted(_DOCS.glob("*.md")):
-            if page.stem != "index":
-                self.assertEqual(entries.count(page.stem), 1, page.name)
+        for page in _pages():
+            name = page.relative_to(_DOCS).with_suffix("").as_posix()
+            if name != "index":
+                self.assertEqual(entries.count(name), 1, name)
+
+    def test_the_menu_has_four_groups_of_about_twenty_pages(self):
+        home = (_DOCS / "index.md").read_text()
+        groups = re.findall(
+            r"^```{toctree}\n:hidden:\n:caption: (\w+)\n\n(.*?)^```$", home, re.M | re.S
+        )
+        self.assertEqual([name for name, _ in groups], ["Learn", "Choose", "Scale", "Develop"])
+        # What is of no use to most readers goes below another page.
+        self.assertLessEqual(sum(len(body.split()) for _, body in groups), 24)
+        # The list on the page leads to pages of the group.
+        for name, body in groups:
+            row = re.search(rf"^- \*\*{name}\*\*: (.*)$", home, re.M)[1]
+            self.assertContainsSubset(re.findall(r"\((\w+)\.md\)", row), body.split())
+
+    def test_the_home_page_installs_as_the_readme_does(self):
+        for path in (_DOCS / "index.md", _DOCS / "getting_started.md"):
+            readme = (_DOCS.parent / "README.md").read_text()
+            install = re.search(r"^## Install\n.*?^(```bash\n.*?^```$)", readme, re.M | re.S)[1]
+            self.assertIn(install, path.read_text())
 
     def test_every_entry_without_a_pattern_is_a_page(self):
         for entry in _contents():
@@ -96,7 +130,7 @@ class ContentsTest(parameterized.TestCase):
 
 class LinksTest(parameterized.TestCase):
     @parameterized.parameters(
-        ("README.md", "[a](docs/recipes.md#x)", "[a](recipes.md#x)"),
+        ("README.md", "[a](docs/faq.md#x)", "[a](faq.md#x)"),
         ("README.md", "[`a`](benchmarks/README.md#b)", "[`a`](benchmarks.md#b)"),
         ("benchmarks/README.md", "![a](results/x.png)", "![a](results/x.png)"),
         ("benchmarks/README.md", "[a](../docs/kernels.md)", "[a](kernels.md)"),
@@ -105,12 +139,12 @@ class LinksTest(parameterized.TestCase):
             "![a](results/step_time_small_h100.png)",
             "![a](../benchmarks/results/step_time_small_h100.png)",
         ),
-        ("docs/recipes.md", "[a](../README.md#use)", "[a](index.md#use)"),
-        ("docs/recipes.md", "[a](which_mars.md)", "[a](which_mars.md)"),
-        ("docs/recipes.md", "[a](https://b.c/d) [e](#f)", "[a](https://b.c/d) [e](#f)"),
-        ("docs/recipes.md", "`[a](../README.md)`", "`[a](../README.md)`"),
+        ("docs/faq.md", "[a](../README.md)", "[a](index.md)"),
+        ("docs/faq.md", "[a](which_mars.md)", "[a](which_mars.md)"),
+        ("docs/faq.md", "[a](https://b.c/d) [e](#f)", "[a](https://b.c/d) [e](#f)"),
+        ("docs/faq.md", "`[a](../README.md)`", "`[a](../README.md)`"),
         (
-            "docs/recipes.md",
+            "docs/faq.md",
             "```python\nx = y[0](../README.md)\n```\n[a](../README.md)",
             "```python\nx = y[0](../README.md)\n```\n[a](index.md)",
         ),

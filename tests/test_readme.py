@@ -10,6 +10,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _PAGES = [
     _ROOT / "README.md",
     *sorted((_ROOT / "docs").glob("*.md")),
+    *sorted((_ROOT / "docs" / "api").glob("*.md")),
     *(_ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")),
     _ROOT / "benchmarks" / "README.md",
     _ROOT / "colabs" / "README.md",

@@ -13,7 +13,6 @@ NOTEBOOK_COPIES = DOCS / "_colabs"
 
 # Files outside of docs/ that a page of the site includes as a whole.
 INCLUDED_BY = {
-    "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
@@ -25,6 +24,9 @@ INCLUDED_BY = {
     "mars_optax/_src/README.md": "architecture.md",
     "tests/data/README.md": "recorded_trajectories.md",
 }
+
+# The site has an entrance of its own in the README's place.
+_PAGES = {"README.md": "index.md", **INCLUDED_BY}
 
 _CODE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
@@ -41,8 +43,8 @@ def rewrite(text: str, source: pathlib.Path, page_folder: pathlib.Path) -> str:
         if not path.exists() or not path.is_relative_to(ROOT):
             return match[0]
         name = path.relative_to(ROOT).as_posix()
-        if name in INCLUDED_BY:
-            path = DOCS / INCLUDED_BY[name]
+        if name in _PAGES:
+            path = DOCS / _PAGES[name]
         elif path.parent == NOTEBOOKS and path.suffix == ".ipynb":
             path = NOTEBOOK_COPIES / path.name
         return match[1] + pathlib.Path(os.path.relpath(path, page_folder)).as_posix() + match[3]

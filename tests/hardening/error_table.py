@@ -220,7 +220,7 @@ def _later(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], 
 _EXACT = {"correction": "exact"}
 _WITHOUT = {"max_norm": None, "second_moment": "gradient", "keep_prev_grad": False}
 _BEGIN = "Pass the state of the same settings, or begin with `init`: [checkpoints](checkpoints.md)."
-_AXES = "Which axes are which: [matrices and axes](migrating.md#from-optaxcontribmuon)."
+_AXES = "Which axes are which: [matrices](getting_started.md#which-parameters-are-matrices)."
 
 EXAMPLES: tuple[Example, ...] = (
     Example(
