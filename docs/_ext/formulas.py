@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import ziamath
 from docutils import nodes
 
-_SIZE = 16  # of the letters; on the page all lengths are in units of its text's size
+_SIZE = 16  # of the letters, in the drawing's units
+_TEXT = _SIZE / 1.1  # the page's text: the small letters of screen fonts are higher than the font's
 ziamath.config.precision = 2
 
 
@@ -29,8 +30,8 @@ def draw(latex: str, inline: bool, drawn: set[str]) -> str:
         if name in drawn:
             svg.remove(glyph)
         drawn.add(name)
-    width, height = (float(svg.attrib.pop(name)) / _SIZE for name in ("width", "height"))
-    depth = (formula.getyofst() - formula.margin) / _SIZE
+    width, height = (float(svg.attrib.pop(name)) / _TEXT for name in ("width", "height"))
+    depth = (formula.getyofst() - formula.margin) / _TEXT
     del svg.attrib["xmlns"]
     svg.attrib |= {
         "class": "formula",
@@ -62,7 +63,26 @@ def _block(writer: Any, node: nodes.Node) -> None:
     raise nodes.SkipNode
 
 
+def keep_punctuation(app: Any, doctree: nodes.document, docname: str) -> None:
+    """Forbids the line breaks that browsers allow between a formula and its punctuation."""
+    for formula in list(doctree.findall(nodes.math)):
+        parent, together = formula.parent, nodes.inline(classes=["together"])
+        index = parent.index(formula)
+        before, after = parent[:index], parent[index + 1 :]
+        opening = closing = ""
+        if before and isinstance(before[-1], nodes.Text):
+            text, opening = re.fullmatch(r"(.*?)([(\[]*)", before[-1], re.DOTALL).groups()
+            before[-1] = nodes.Text(text)
+        if after and isinstance(after[0], nodes.Text):
+            closing, text = re.fullmatch(r"([)\].,;:!?]*)(.*)", after[0], re.DOTALL).groups()
+            after[0] = nodes.Text(text)
+        if opening or closing:
+            together.extend([nodes.Text(opening), formula, nodes.Text(closing)])
+            parent[:] = [*before, together, *after]
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Registers the renderer, to be chosen by `html_math_renderer = "formulas"`."""
     app.add_html_math_renderer("formulas", (_inline, None), (_block, None))
+    app.connect("doctree-resolved", keep_punctuation)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
