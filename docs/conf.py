@@ -25,7 +25,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "breaks",
-    "mathml",
+    "formulas",
 ]
 exclude_patterns = ["_build", "_ext", "_static", "_tools"]
 
@@ -33,7 +33,7 @@ exclude_patterns = ["_build", "_ext", "_static", "_tools"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4  # links to headings, as GitHub makes them
-html_math_renderer = "mathml"
+html_math_renderer = "formulas"
 nb_execution_mode = "off"  # the notebooks' tests run them; the site shows what they stored
 
 # -- Docstrings ----------------------------------------------------------------------------------
