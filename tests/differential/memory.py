@@ -38,6 +38,10 @@ def _from_host(subject: Subject, state: Any, place: Any) -> Any:
     return now
 
 
+# Before that JAX moves nothing to the host's memory inside a compiled program on CPUs.
+_HOST = (0, 10)
+
+
 @situation()
 def pinned_host(subject: Subject):
     """`jit(init)` of parameters in pinned host memory, then steps on the device."""
@@ -46,7 +50,7 @@ def pinned_host(subject: Subject):
     return _from_host(subject, state, lambda carry: jax.device_put(carry, _in("pinned_host")))
 
 
-@situation()
+@situation(jax=_HOST)
 def pinned_host_by_out_shardings(subject: Subject):
     """`jit(init, out_shardings=...)` to pinned host memory, of parameters there."""
     host = _in("pinned_host")
@@ -56,7 +60,7 @@ def pinned_host_by_out_shardings(subject: Subject):
     return _from_host(subject, state, lambda carry: jax.device_put(carry, host))
 
 
-@situation()
+@situation(jax=_HOST)
 def state_to_pinned_host(subject: Subject):
     """`jit(init, out_shardings=...)` to pinned host memory, of parameters on the device."""
     now = jax.device_put(subjects.params(), _in("device"))

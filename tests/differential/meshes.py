@@ -162,7 +162,8 @@ def _by_pmap(subject: Subject, **extra: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(x)[1], now)
 
 
-@situation(reasons=_MAY_BE_A_PART)
+# Before that it is no `shard_map`, and all pass.
+@situation(reasons=_MAY_BE_A_PART, jax=(0, 10))
 def pmap(subject: Subject):
     """`jax.pmap` over replicated parameters and state, with a fixed argument."""
     return _by_pmap(subject)
