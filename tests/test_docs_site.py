@@ -146,6 +146,16 @@ class LinksTest(parameterized.TestCase):
         site_links.copy_notebooks()
         self.assertEqual([path.name for path in (docs / "_colabs").iterdir()], ["one.ipynb"])
 
+    @parameterized.parameters(
+        *(page.relative_to(site_links.ROOT).as_posix() for page in sorted(_DOCS.glob("*.md"))),
+        "README.md",
+        "CONTRIBUTING.md",
+    )
+    def test_tables_are_narrow(self, name: str):
+        text = (site_links.ROOT / name).read_text()
+        rows = re.findall(r"^\|(?: ?:?-+:? ?\|)+$", text, re.M)
+        self.assertEqual([row for row in rows if row.count("|") > 6], [])
+
 
 if __name__ == "__main__":
     absltest.main()
