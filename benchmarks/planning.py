@@ -2,7 +2,7 @@ r"""What an optimizer costs a large model on many chips: memory, communication, 
 
 Arithmetic only, nothing runs on a device. From the root of the repository:
 
-    python -m benchmarks.planning                  # the tables of docs/planning.md
+    python -m benchmarks.planning                  # the tables of docs/sharding.md
     python -m benchmarks.planning --chips=512 --tensor=4 --tokens=8388608
 
 `tests/benchmarks/test_planning.py` holds the formulas to compiled programs of a small model.
@@ -359,11 +359,11 @@ def _seconds(value: float) -> str:
 def memory_table(models: Sequence[Transformer], chips: Sequence[int]) -> str:
     """State on a chip for every variant, in the FSDP layout."""
     cases = [(model, Layout(n)) for model in models for n in chips]
-    rows = [["parameters, float32", "4", *(_bytes(parameter_bytes(*case)) for case in cases)]]
+    rows = [["parameters, float32 (4)", *(_bytes(parameter_bytes(*case)) for case in cases)]]
     for variant in VARIANTS:
         sizes = [_bytes(state_bytes(model, variant, layout)) for model, layout in cases]
-        rows.append([variant.name, str(variant.matrix), *sizes])
-    header = ["", "bytes", *(f"{model.name}, {layout.chips}" for model, layout in cases)]
+        rows.append([f"{variant.name} ({variant.matrix})", *sizes])
+    header = ["", *(f"{model.name}, {layout.chips}" for model, layout in cases)]
     return _table(header, rows)
 
 
@@ -372,14 +372,12 @@ def clip_table(models: Sequence[Transformer], chips: Sequence[int], tensor: int)
     mars = next(variant for variant in VARIANTS if variant.name == "mars")
     layouts = [layout for n in chips for layout in (Layout(n), Layout(n // tensor, tensor))]
     rows = [
-        [
-            model.name,
-            str(sum(matrices_of(model, mars).values())),
-            *(_bytes(clip_bytes(model, mars, layout)) for layout in layouts),
-        ]
-        for model in models
+        [str(layout), *(_bytes(clip_bytes(model, mars, layout)) for model in models)]
+        for layout in layouts
     ]
-    return _table(["model", "matrices", *map(str, layouts)], rows)
+    counts = [sum(matrices_of(model, mars).values()) for model in models]
+    header = [f"{model.name}, {n} matrices" for model, n in zip(models, counts, strict=True)]
+    return _table(["layout", *header], rows)
 
 
 def _ways(shapes: Shapes, layout: Layout, steps: int) -> Iterator[tuple[str, Work]]:
@@ -388,32 +386,40 @@ def _ways(shapes: Shapes, layout: Layout, steps: int) -> Iterator[tuple[str, Wor
         yield f"divided over {over}", divided(shapes, layout, over=over, steps=steps)
 
 
-def newton_schulz_table(
-    models: Sequence[Transformer], chips: Sequence[int], tensor: int, assumptions: Assumptions
+def newton_schulz_tables(
+    model: Transformer, chips: Sequence[int], tensor: int, assumptions: Assumptions
+) -> tuple[str, str]:
+    """Newton-Schulz in each layout: what it moves and holds, and how long it takes."""
+    moved, times = [], []
+    for layout in (layout for n in chips for layout in (Layout(n), Layout(n // tensor, tensor))):
+        for way, work in _ways(model.matrices, layout, assumptions.steps):
+            bytes_ = _bytes(work.received), _bytes(work.held)
+            moved.append([str(layout), way, _number(work.flops / 1e12), *bytes_])
+            seconds = (work.seconds(chip, assumptions) for chip in CHIPS)
+            times.append([str(layout), way, *(" + ".join(map(_seconds, s)) for s in seconds)])
+    header = ["layout", "Newton-Schulz"]
+    return (
+        _table([*header, "TFLOP", "received", "held"], moved),
+        _table([*header, *(f"{chip.name}: products + links" for chip in CHIPS)], times),
+    )
+
+
+def training_table(
+    models: Sequence[Transformer], chips: Sequence[int], assumptions: Assumptions
 ) -> str:
-    """Newton-Schulz in each layout, and what a training step takes beside it."""
+    """What forward and backward pass take."""
     rows = []
     for model in models:
         for n in chips:
-            for layout in (Layout(n), Layout(n // tensor, tensor)):
-                for way, work in _ways(model.matrices, layout, assumptions.steps):
-                    cells = [model.name, str(layout), way, _number(work.flops / 1e12)]
-                    cells += [_bytes(work.received), _bytes(work.held)]
-                    for chip in CHIPS:
-                        cells.append(" + ".join(map(_seconds, work.seconds(chip, assumptions))))
-                        step = training_seconds(model, layout, chip, assumptions)
-                        cells.append(_seconds(step))
-                    rows.append(cells)
-    header = ["model", "layout", "Newton-Schulz", "TFLOP", "received", "held"]
-    for chip in CHIPS:
-        header += [f"{chip.name}: products + links", "step without"]
-    return _table(header, rows)
+            seconds = (training_seconds(model, Layout(n), chip, assumptions) for chip in CHIPS)
+            rows.append([model.name, str(n), *map(_seconds, seconds)])
+    return _table(["model", "chips", *(chip.name for chip in CHIPS)], rows)
 
 
 def tables(
     chips: Sequence[int] = (256, 4096), tensor: int = 8, assumptions: Assumptions | None = None
 ) -> str:
-    """All tables, as docs/planning.md has them."""
+    """All tables, as docs/sharding.md has them."""
     assumptions = assumptions or Assumptions()
     sources = _table(
         ["chip", "bfloat16, dense", "into a chip", "source"],
@@ -427,15 +433,22 @@ def tables(
             for chip in CHIPS
         ],
     )
+    newton_schulz = []
+    for model in MODELS:
+        newton_schulz += [
+            f"**Newton-Schulz of {model.name}** in a step, on the busiest chip.",
+            *newton_schulz_tables(model, chips, tensor, assumptions),
+        ]
     return "\n\n".join(
         [
-            '**Bytes of state on a chip.** Columns: the model and the number of chips. "bytes": of '
-            "each element of a matrix.",
+            "**Bytes of state on a chip**, for a model and a number of chips. In parentheses: "
+            "bytes of each element of a matrix.",
             memory_table(MODELS, chips),
             "**Bytes that a chip receives for the clip** in a step.",
             clip_table(MODELS, chips, tensor),
-            "**Newton-Schulz** in a step, on the busiest chip.",
-            newton_schulz_table(MODELS, chips, tensor, assumptions),
+            *newton_schulz,
+            "**Forward and backward pass**, to compare.",
+            training_table(MODELS, chips, assumptions),
             "**Inputs.** Vendors' figures:",
             sources,
             f"Assumed, not measured: Newton-Schulz at {assumptions.matmul_share:g} of the peak, "

@@ -105,7 +105,7 @@ class ContentsTest(parameterized.TestCase):
         )
         self.assertEqual([name for name, _ in groups], ["Learn", "Choose", "Scale", "Develop"])
         # What is of no use to most readers goes below another page.
-        self.assertLessEqual(sum(len(body.split()) for _, body in groups), 24)
+        self.assertLessEqual(sum(len(body.split()) for _, body in groups), 21)
         # The list on the page leads to pages of the group.
         for name, body in groups:
             row = re.search(rf"^- \*\*{name}\*\*: (.*)$", home, re.M)[1]
@@ -179,6 +179,17 @@ class LinksTest(parameterized.TestCase):
         (notebooks / "two.ipynb").unlink()
         site_links.copy_notebooks()
         self.assertEqual([path.name for path in (docs / "_colabs").iterdir()], ["one.ipynb"])
+
+    @parameterized.parameters(
+        *(page.relative_to(site_links.ROOT).as_posix() for page in sorted(_DOCS.glob("*.md"))),
+        "README.md",
+        "CONTRIBUTING.md",
+        "benchmarks/README.md",
+    )
+    def test_tables_are_narrow(self, name: str):
+        text = (site_links.ROOT / name).read_text()
+        rows = re.findall(r"^\|(?: ?:?-+:? ?\|)+$", text, re.M)
+        self.assertEqual([row for row in rows if row.count("|") > 6], [])
 
 
 if __name__ == "__main__":

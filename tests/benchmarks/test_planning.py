@@ -231,7 +231,7 @@ class NewtonSchulzTest(parameterized.TestCase):
 
 class TablesTest(absltest.TestCase):
     def test_the_page_has_the_tables_that_the_script_prints(self):
-        page = pathlib.Path(planning.__file__).parents[1] / "docs" / "planning.md"
+        page = pathlib.Path(planning.__file__).parents[1] / "docs" / "sharding.md"
         found = re.search(r"<!-- tables -->\n\n(.*)\n\n<!-- end -->", page.read_text(), re.DOTALL)
         self.assertEqual(found[1], planning.tables())
 

@@ -1,9 +1,9 @@
 """Every error of the package: an example that raises it, when it comes, and what to do.
 
-    python -m tests.hardening.error_table > docs/errors.md
+    python -m tests.hardening.error_table
 
-writes the page from the messages of the examples. Which `raise` an example reaches is read from its
-traceback, so that the table needs no line numbers.
+writes the tables of docs/errors.md, below the text there, from the messages of the examples. Which
+`raise` an example reaches is read from its traceback, so that the table needs no line numbers.
 """
 
 import ast
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,7 +51,7 @@ class Example:
     """One way to get an error.
 
     Attributes:
-      section: Where the page tells of it.
+      section: The section of the page.
       when: When the error comes.
       remedy: What to do, in more words than the message.
       got: What the message has to say about what it got.
@@ -361,7 +362,8 @@ EXAMPLES: tuple[Example, ...] = (
     Example(
         BUILT,
         "`keep_prev_grad=False` with a setting that needs the previous gradient.",
-        "The form without it exists where the correction is linear: [estimators](estimators.md).",
+        "The form without it exists where the correction is linear: "
+        "[the formula](maths.md#without-the-previous-gradient).",
         "got False",
         _later(_mars, 0.1, keep_prev_grad=False, second_moment="gradient"),
     ),
@@ -511,7 +513,7 @@ EXAMPLES: tuple[Example, ...] = (
         GRADS,
         '`correction="exact"` and STORM are called without `grad_fn`.',
         "It computes gradients of this step's batch at the parameters that it is given: "
-        "[estimators](estimators.md).",
+        "[estimators](maths.md#estimators).",
         "got None",
         lambda: _update(_mars(0.1, **_EXACT)),
     ),
@@ -618,7 +620,7 @@ EXAMPLES: tuple[Example, ...] = (
         'Kernels were asked for by `implementation="pallas"`, and for the device, the version of '
         "JAX or a dtype there are none.",
         "An explicit choice falls back under `jax.vmap` and in derivatives only, which go through "
-        "XLA everywhere. [Kernels](kernels.md) tells where there are some.",
+        "XLA everywhere. [Kernels](kernels.md) lists where there are some.",
         "got 'pallas': a leaf is kept or computed in complex64",
         _kernels_for_complex,
     ),
@@ -660,28 +662,16 @@ EXAMPLES: tuple[Example, ...] = (
     ),
 )
 
-_HEAD = """# Errors
-
-Every error that this package raises, with an example of its message. A message says what was
-expected, what was got, and what to do, and names the argument in backticks or the leaf by its path.
-`TypeError` and `ValueError`: the call is wrong. `NotImplementedError`: the call is right, and
-cannot be done here.
-
-A number is checked where it is one when the optimizer is built: arrays and tracers have no value
-yet, and pass. What a state cannot show (another gamma, another learning rate) is checked nowhere;
-[checkpoints](checkpoints.md) tells what to save beside it. What happens to numbers that are not
-finite: [faults](faults.md).
-
-This page is made from the table of examples in `tests/hardening/error_table.py`, by
-`python -m tests.hardening.error_table > docs/errors.md`.
-"""
+_MARK = re.compile(r".*^<!-- Below: made by [^\n]*-->\n", re.MULTILINE | re.DOTALL)
 
 
 def render() -> str:
-    """The page."""
-    parts = [_HEAD]
+    """The page: its text, and the tables."""
+    text = _MARK.match(PAGE.read_text())
+    assert text is not None, "the page has lost the line that begins its tables"
+    parts = [text[0]]
     for section in SECTIONS:
-        parts.append(f"## {section}\n")
+        parts.append(f"### {section}\n")
         parts.append("| message | when it comes | what to do |\n| --- | --- | --- |")
         for example in EXAMPLES:
             if example.section == section:
@@ -702,4 +692,4 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    print(render(), end="")
+    PAGE.write_text(render())

@@ -1,6 +1,6 @@
 """Faults: numbers that are not finite, steps that are skipped, checkpoints that do not fit, kills.
 
-What `docs/faults.md` promises. That a NaN stays in its leaf and slice under `update` is tested for
+What `docs/errors.md` promises. That a NaN stays in its leaf and slice under `update` is tested for
 every entry of the registry in `tests/contract/test_isolation.py`; here are the other ways to a new
 parameter: kernels, stacks of the matrices of several leaves, and stacks on meshes.
 """
@@ -406,11 +406,11 @@ class SettingsTest(parameterized.TestCase):
 
 def _recipe() -> Callable[[Any, Any], str | None]:
     """`first_difference` of the page."""
-    page = (_ROOT / "docs" / "faults.md").read_text()
+    page = (_ROOT / "docs" / "errors.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (block,) = (b for b in blocks if "def first_difference" in b)
     names: dict[str, Any] = {}
-    exec(compile(block, "faults.md", "exec"), names)
+    exec(compile(block, "errors.md", "exec"), names)
     return names["first_difference"]
 
 

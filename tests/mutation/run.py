@@ -256,7 +256,7 @@ def table(results: Mapping[str, Any]) -> str:
         "# Mutation check",
         "",
         "What the tests would notice: each row is one defect put into the package, and the first",
-        "test that fails because of it.",
+        "test that fails because of it, by the file of the package.",
         "",
         f"- {len(MUTANTS)} defects, of which {statuses.count('killed')} are noticed.",
         "- They are data in [tests/mutation/mutants.py](../tests/mutation/mutants.py), each with",
@@ -273,12 +273,13 @@ def table(results: Mapping[str, Any]) -> str:
     for mutant in MUTANTS:
         by_file.setdefault(mutant.file, []).append(mutant)
     for file, mutants in by_file.items():
-        lines += [f"## {file}", "", "| defect | noticed by |", "| --- | --- |"]
+        lines += ["<details>", f"<summary>{file} ({len(mutants)})</summary>", ""]
+        lines += ["| defect | noticed by |", "| --- | --- |"]
         for mutant in mutants:
             result = results[mutant.name]
             by = f"**{result['status']}**" if result["by"] is None else _short(result["by"])
             lines.append(f"| {mutant.change} | {by} |")
-        lines.append("")
+        lines += ["", "</details>", ""]
     lines += [
         "## Not counted",
         "",
