@@ -47,10 +47,8 @@ DOMAIN = dataclasses.replace(
 )
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the flags."""
-    parser = study.parser((__doc__ or "").splitlines()[0], out="runs/gpt2")
-    group = parser.add_argument_group("model")
+def add_sizes(group: Any) -> None:
+    """Adds the flags of a model's sizes, and of how it computes, to a group."""
     group.add_argument(
         "--model", choices=list(gpt2_shapes.MODELS), default="tiny", help="its sizes, unless given"
     )
@@ -62,10 +60,6 @@ def parser() -> argparse.ArgumentParser:
         ("vocabulary_size", "number of symbols; by default found in the data"),
     ):
         group.add_argument(f"--{name}", type=study.positive, help=meaning)
-    group.add_argument(
-        "--biases", action="store_true", help="biases, which the runs of the paper do without"
-    )
-    group.add_argument("--untied", action="store_true", help="an output layer of its own")
     study.add_dtype(group)
     group.add_argument(
         "--attention",
@@ -74,7 +68,10 @@ def parser() -> argparse.ArgumentParser:
         help="who computes it; 'auto' is cuDNN on a GPU if it can",
     )
     group.add_argument("--remat", action="store_true", help="compute activations twice")
-    group = parser.add_argument_group("training")
+
+
+def add_training(group: Any) -> None:
+    """Adds the flags of a run's length, its schedule and its text to a group."""
     group.add_argument("--steps", type=study.positive, default=200, help="updates")
     group.add_argument("--warmup_steps", type=int, help="updates of the warm-up; default a tenth")
     group.add_argument(
@@ -83,6 +80,29 @@ def parser() -> argparse.ArgumentParser:
         default=0.1,
         help="share of the peak that the cosine ends at",
     )
+    group.add_argument(
+        "--eval_every", type=study.positive, default=50, help="updates between two evaluations"
+    )
+    group.add_argument("--eval_windows", type=study.positive, default=256, help="held-out windows")
+    group.add_argument(
+        "--data_file",
+        help="training text: '.bin' and '.bin.xz' are unsigned 16-bit token ids, anything else is "
+        "read as bytes; several separated by commas; without it Python's standard library",
+    )
+    group.add_argument("--validation_file", help="held-out text; by default a part of the other")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    parser = study.parser((__doc__ or "").splitlines()[0], out="runs/gpt2")
+    group = parser.add_argument_group("model")
+    add_sizes(group)
+    group.add_argument(
+        "--biases", action="store_true", help="biases, which the runs of the paper do without"
+    )
+    group.add_argument("--untied", action="store_true", help="an output layer of its own")
+    group = parser.add_argument_group("training")
+    add_training(group)
     group.add_argument("--batch_size", type=study.positive, default=16, help="windows of an update")
     group.add_argument(
         "--microbatch",
@@ -91,18 +111,8 @@ def parser() -> argparse.ArgumentParser:
         "default all",
     )
     group.add_argument(
-        "--eval_every", type=study.positive, default=50, help="updates between two evaluations"
-    )
-    group.add_argument("--eval_windows", type=study.positive, default=256, help="held-out windows")
-    group.add_argument(
         "--devices", type=study.positive, help="devices that share a batch; by default all"
     )
-    group.add_argument(
-        "--data_file",
-        help="training text: '.bin' and '.bin.xz' are unsigned 16-bit token ids, anything else is "
-        "read as bytes; several separated by commas; without it Python's standard library",
-    )
-    group.add_argument("--validation_file", help="held-out text; by default a part of the other")
     return parser
 
 
@@ -299,6 +309,44 @@ def _evaluate_all(graph: Any, params: Any, windows: jax.Array) -> jax.Array:
     return losses
 
 
+def corpus(args: argparse.Namespace) -> data.Corpus:
+    """Reads the text of the flags.
+
+    Raises:
+      OSError: If a file is not there.
+      ValueError: If flags do not fit each other or the data.
+    """
+    if args.data_file is not None:
+        return data.load_files(
+            args.data_file.split(","), args.validation_file, args.vocabulary_size
+        )
+    if args.validation_file is not None or args.vocabulary_size is not None:
+        raise ValueError(
+            "Expected --data_file beside --validation_file or --vocabulary_size, got none. "
+            "Give the training text too."
+        )
+    return data.load_standard_library()
+
+
+def schedule(args: argparse.Namespace) -> training.Schedule:
+    """Reads the length and the shape of the learning rate.
+
+    Raises:
+      ValueError: If the warm-up or what the cosine ends at cannot be.
+    """
+    warmup = args.steps // 10 if args.warmup_steps is None else args.warmup_steps
+    if not 0 <= warmup < args.steps:
+        raise ValueError(
+            f"Expected a warm-up from 0 to below the run's length, got {warmup} of {args.steps} "
+            "steps. Change --warmup_steps."
+        )
+    if not 0 <= args.final_fraction <= 1:
+        raise ValueError(
+            f"Expected a share from 0 to 1 as --final_fraction, got {args.final_fraction}."
+        )
+    return training.Schedule(args.steps, warmup, args.final_fraction, args.eval_every)
+
+
 def build(args: argparse.Namespace) -> study.Study:
     """Reads the data and the flags.
 
@@ -314,28 +362,9 @@ def build(args: argparse.Namespace) -> study.Study:
     """
     chosen = study.parse_optimizers(args, DOMAIN)
     protocol = study.protocol(args)
-    if args.data_file is None:
-        if args.validation_file is not None or args.vocabulary_size is not None:
-            raise ValueError(
-                "Expected --data_file beside --validation_file or --vocabulary_size, got none. "
-                "Give the training text too."
-            )
-        corpus = data.load_standard_library()
-    else:
-        corpus = data.load_files(
-            args.data_file.split(","), args.validation_file, args.vocabulary_size
-        )
-    warmup = args.steps // 10 if args.warmup_steps is None else args.warmup_steps
-    if not 0 <= warmup < args.steps:
-        raise ValueError(
-            f"Expected a warm-up from 0 to below the run's length, got {warmup} of {args.steps} "
-            "steps. Change --warmup_steps."
-        )
-    if not 0 <= args.final_fraction <= 1:
-        raise ValueError(
-            f"Expected a share from 0 to 1 as --final_fraction, got {args.final_fraction}."
-        )
-    config = model_config(args, corpus.vocabulary_size, jax.default_backend())
+    text = corpus(args)
+    lengths = schedule(args)
+    config = model_config(args, text.vocabulary_size, jax.default_backend())
     work = train_step.Work(config, args.batch_size, args.microbatch or args.batch_size)
     devices = jax.local_devices()[: args.devices]
     if len(devices) < (args.devices or 1) or work.microbatch % len(devices):
@@ -343,10 +372,9 @@ def build(args: argparse.Namespace) -> study.Study:
             f"Expected as many devices as --devices says, and a microbatch that is a multiple of "
             f"them, got {len(devices)} and {work.microbatch}. Change --devices or --microbatch."
         )
-    data.require_enough(corpus, context=config.context, batch_size=work.batch)
-    schedule = training.Schedule(args.steps, warmup, args.final_fraction, args.eval_every)
+    data.require_enough(text, context=config.context, batch_size=work.batch)
     held_out = data.validation_windows(
-        corpus.validation, context=config.context, count=args.eval_windows
+        text.validation, context=config.context, count=args.eval_windows
     )
     _, params = train_step.abstract_model(config)
     parameters = gpt2_shapes.parameters(params)
@@ -357,18 +385,18 @@ def build(args: argparse.Namespace) -> study.Study:
         task={
             "model": dataclasses.asdict(config),
             "parameters": parameters,
-            "schedule": dataclasses.asdict(schedule),
+            "schedule": dataclasses.asdict(lengths),
             "batch_size": work.batch,
             "microbatch": work.microbatch,
             "devices": len(devices),
             "tokens_per_step": work.tokens,
             "model_flops_per_step": work.model_flops(parameters),
             "eval_windows": len(held_out),
-            "sha256": corpus.description["sha256"],
-            "validation_sha256": corpus.description["validation_sha256"],
+            "sha256": text.description["sha256"],
+            "validation_sha256": text.description["validation_sha256"],
         },
-        data=corpus.description,
-        make=lambda optimizer: Language(corpus, held_out, work, schedule, optimizer, devices),
+        data=text.description,
+        make=lambda optimizer: Language(text, held_out, work, lengths, optimizer, devices),
     )
 
 
