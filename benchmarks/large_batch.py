@@ -145,6 +145,27 @@ class Program:
         value, gradient = jax.tree.map(lambda x: x / microbatches, total)
         return value, gradient
 
+    def update(
+        self,
+        state: dict[str, Any],
+        seed: jax.Array,
+        peak: jax.Array,
+        step: jax.Array,
+        microbatches: jax.Array,
+        tokens: jax.Array,
+    ) -> tuple[dict[str, Any], jax.Array]:
+        """Makes one update; returns the state and the batch's loss."""
+        batch = (seed, step, microbatches, tokens)
+        loss, gradient = self.value_and_gradient(state["params"], *batch)
+        params, opt_state = self._optimizer.step(
+            self.schedule.learning_rate(peak),
+            lambda params: self.value_and_gradient(params, *batch)[1],
+            gradient,
+            state["opt_state"],
+            state["params"],
+        )
+        return {"params": params, "opt_state": opt_state}, loss
+
     def _updates(
         self,
         state: dict[str, Any],
@@ -154,19 +175,8 @@ class Program:
         microbatches: jax.Array,
         tokens: jax.Array,
     ) -> tuple[dict[str, Any], jax.Array]:
-        schedule = self.schedule.learning_rate(peak)
-
         def update(state: dict[str, Any], step: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-            batch = (seed, step, microbatches, tokens)
-            loss, gradient = self.value_and_gradient(state["params"], *batch)
-            params, opt_state = self._optimizer.step(
-                schedule,
-                lambda params: self.value_and_gradient(params, *batch)[1],
-                gradient,
-                state["opt_state"],
-                state["params"],
-            )
-            return {"params": params, "opt_state": opt_state}, loss
+            return self.update(state, seed, peak, step, microbatches, tokens)
 
         return jax.lax.scan(update, state, first + jnp.arange(self.steps_per_call))
 
@@ -327,20 +337,20 @@ class Axis:
         held_out = data.validation_windows(
             corpus.validation, context=config.context, count=args.eval_windows
         )
-        self._config = config
-        self._corpus = corpus
+        self.config = config
+        self.corpus = corpus
         self._schedule = schedule
         self._held_out = jnp.asarray(held_out)
         self._tokens = jnp.asarray(corpus.train)
         self._steps_per_call = schedule.steps_per_call(args.steps_per_call)
         self._programs: dict[tuple[str, int], Program] = {}
 
-    def _training(self, microbatch: int, count: int, optimizer: Optimizer) -> Training:
-        # Batch sizes of equal microbatches share what is compiled.
+    def training(self, microbatch: int, count: int, optimizer: Optimizer) -> Training:
+        """Returns the training at a batch size; those of equal microbatches share a program."""
         key = (optimizer.name, microbatch)
         if key not in self._programs:
             self._programs[key] = Program(
-                self._config,
+                self.config,
                 optimizer,
                 self._schedule,
                 microbatch,
@@ -360,7 +370,7 @@ class Axis:
           count: their number in a batch.
           optimizers: with the learning rates that their tuning begins with.
         """
-        config = self._config
+        config = self.config
         tokens = microbatch * count * config.context
         params = jax.eval_shape(lambda: fast_gpt.init(config, jax.random.key(0)))
         return study.Study(
@@ -375,11 +385,11 @@ class Axis:
                 "microbatch": microbatch,
                 "model_flops_per_step": tokens * config.flops_per_token(),
                 "eval_windows": len(self._held_out),
-                "sha256": self._corpus.description["sha256"],
-                "validation_sha256": self._corpus.description["validation_sha256"],
+                "sha256": self.corpus.description["sha256"],
+                "validation_sha256": self.corpus.description["validation_sha256"],
             },
-            data=self._corpus.description,
-            make=functools.partial(self._training, microbatch, count),
+            data=self.corpus.description,
+            make=functools.partial(self.training, microbatch, count),
         )
 
     def run(self, args: argparse.Namespace, began: float) -> int:
