@@ -6,6 +6,7 @@ The same function as `gpt.GPT` with tied embeddings and without biases.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -107,7 +108,8 @@ def _block(config: Config, x: jax.Array, block: Params) -> jax.Array:
     """Maps activations (batch, context, width) to the same shape."""
 
     def linear(name: str, x: jax.Array) -> jax.Array:
-        return x @ block[name]["kernel"].astype(x.dtype)
+        kernel: jax.Array = block[name]["kernel"].astype(x.dtype)
+        return x @ kernel
 
     y = _norm(x, block["attention_norm"]["scale"])
     query, key, value = (
@@ -126,7 +128,7 @@ def hidden(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
     """Maps token ids (batch, length) to what the output layer takes, (batch, length, width)."""
     # Taken in float32: the gradients of a frequent token are thousands of rows to be added up.
     x = params["embed"][tokens] + params["position_embed"][: tokens.shape[-1]]
-    step = functools.partial(_block, config)
+    step: Callable[[jax.Array, Params], jax.Array] = functools.partial(_block, config)
     if config.remat:
         step = jax.checkpoint(step)
     x, _ = jax.lax.scan(
@@ -177,7 +179,7 @@ def cross_entropy(
     def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return total + _losses(part[0], cast, part[1], dtype)[2], None
 
-    total, _ = jax.lax.scan(add, jnp.float32(0), _chunked(x, targets, chunk))
+    total: jax.Array = jax.lax.scan(add, jnp.float32(0), _chunked(x, targets, chunk))[0]
     return total / len(x)
 
 

@@ -8,6 +8,7 @@ Every row is the flags' setting with some of them changed. The model's operation
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
@@ -15,7 +16,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -149,13 +149,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = {
         "name": "utilization",
         "environment": environment.describe(args.commit),
-        "flags": vars(args),
+        "flags": {key: value for key, value in vars(args).items() if key != "out"},
         "ceilings": measured,
         "rows": [],
     }
     for name, settings in chosen:
-        row = command.guarded({"name": name}, lambda settings=settings: measure(settings, ceiling))
-        jax.clear_caches()
+        row = command.guarded({"name": name}, functools.partial(measure, settings, ceiling))
         results["rows"].append(row)
         report.write_json(report.jsonable(results), out)
         print(json.dumps(report.jsonable(row)), flush=True)
