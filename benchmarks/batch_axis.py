@@ -23,10 +23,11 @@ Axis = Mapping[int, Mapping[str, report.Summary]]
 
 
 def read(paths: Sequence[pathlib.Path]) -> Axis:
-    """Reads results of one batch size each.
+    """Reads results of several batch sizes.
 
     Args:
-      paths: `results.json` of `large_batch`, of tasks that differ in the batch size alone.
+      paths: `results.json` of `large_batch`, of tasks that differ in the batch size alone; several
+        of one size, with different optimizers, are joined.
 
     Returns:
       What is complete in them, in rising order of the batch size.
@@ -34,29 +35,33 @@ def read(paths: Sequence[pathlib.Path]) -> Axis:
     Raises:
       ValueError: If they are no such results.
     """
-    axis: dict[int, dict[str, report.Summary]] = {}
-    tasks: list[dict[str, Any]] = []
+    records: dict[int, list[grid.Record]] = {}
+    common: dict[str, Any] = {}
     for path in paths:
         try:
             tree = json.loads(path.read_text())
             if tree["name"] != "large_batch":
                 raise ValueError(f"of {tree['name']!r}")
-            task = dict(tree["task"])
+            task = {"protocol": tree["protocol"], **tree["task"]}
             tokens = task.pop("tokens_per_step")
             del task["microbatch"], task["model_flops_per_step"]
-            summaries, _ = grid.summarize(tree["records"], grid.Protocol(**tree["protocol"]))
+            found = tree["records"]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"Expected results of large_batch, got {str(path)!r}, which are others: {error!r}."
             ) from error
-        if tokens in axis or (tasks and task != tasks[0]):
+        common = common or task
+        if task != common:
             raise ValueError(
                 f"Expected results that differ in the batch size alone, got {str(path)!r}, which "
-                "differ in more or in nothing."
+                "differ in more."
             )
-        tasks.append(task)
-        axis[tokens] = {summary.optimizer: summary for summary in summaries}
-    return dict(sorted(axis.items()))
+        records.setdefault(tokens, []).extend(found)
+    protocol = grid.Protocol(**common["protocol"])
+    return {
+        tokens: {summary.optimizer: summary for summary in grid.summarize(found, protocol)[0]}
+        for tokens, found in sorted(records.items())
+    }
 
 
 def _names(axis: Axis) -> list[str]:
@@ -160,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("files", nargs="+", help="results.json of large_batch, one a batch size")
+    parser.add_argument("files", nargs="+", help="results.json of large_batch")
     parser.add_argument("--pairs", default="", help="CANDIDATE/BASELINE, several by commas")
     parser.add_argument("--name", default="large_batch", help="of the files to write")
     parser.add_argument("--out", help="folder to write to; by default the first file's own")
@@ -182,7 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         sys.exit(f"batch_axis: {error}")
     plot(axis, pairs, out / f"{args.name}.png")
-    (out / f"{args.name}.md").write_text(table(axis, pairs) + "\n")
+    image = f"![Losses, best rates and differences by batch size]({args.name}.png)"
+    (out / f"{args.name}.md").write_text(f"{table(axis, pairs)}\n\n{image}\n")
     print(out / f"{args.name}.png", out / f"{args.name}.md", sep="\n")
     return 0
 

@@ -67,7 +67,8 @@ class BatchAxisTest(parameterized.TestCase):
             "| `muon` | 4.600 (0.001) | 5.000 (0.001) |\n\n"
             "| difference, tokens a batch: | 64 | 512 |\n"
             "| --- | --- | --- |\n"
-            "| `muon` minus `adamw` | -0.500, wins | -0.100, no winner |\n",
+            "| `muon` minus `adamw` | -0.500, wins | -0.100, no winner |\n\n"
+            "![Losses, best rates and differences by batch size](axis.png)\n",
         )
         self.assertStartsWith((self.folder / "axis.png").read_bytes(), b"\x89PNG")
 
@@ -83,10 +84,15 @@ class BatchAxisTest(parameterized.TestCase):
         self.assertStartsWith(str(context.exception.code), "batch_axis: Expected")
         self.assertIn(message, str(context.exception.code))
 
-    def test_a_batch_size_twice_is_an_error(self):
-        file = self.write(64)
-        with self.assertRaisesRegex(SystemExit, "differ in the batch size alone"):
-            batch_axis.main([file, file])
+    def test_rows_of_two_files_are_joined(self):
+        file = pathlib.Path(self.write(64))
+        tree = json.loads(file.read_text())
+        parts = []
+        for optimizer in ("adamw", "muon"):
+            records = [r for r in tree["records"] if r["optimizer"] == optimizer]
+            parts.append(self.folder / f"{optimizer}.json")
+            parts[-1].write_text(json.dumps({**tree, "records": records}))
+        self.assertEqual(batch_axis.read(parts), batch_axis.read([file]))
 
 
 if __name__ == "__main__":
