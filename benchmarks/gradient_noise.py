@@ -13,6 +13,7 @@ with batches a, b, c that are drawn anew:
     exact       |g(y, a) - g(x, a)|^2, what the exact correction takes
 """
 
+import functools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from benchmarks import environment, grid, large_batch, report
 _FRESH = 2**30
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def measures(program: large_batch.Program, state: Any, arguments: Sequence[Any]) -> Any:
     """Returns the four figures.
 
@@ -71,9 +73,6 @@ def run(axis: large_batch.Axis, write: Any) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for microbatch, count in axis.sizes:
         task = axis.training(microbatch, count, optimizer)
-        measure = jax.jit(
-            lambda state, arguments, program=task.program: measures(program, state, arguments)
-        )
         state = task.init(cells)
         for step in range(0, task.steps, task.steps_per_call):
             if step in task.evaluated_steps:
@@ -84,7 +83,10 @@ def run(axis: large_batch.Axis, write: Any) -> list[dict[str, Any]]:
                         "optimizer": optimizer.name,
                         "learning_rate": rates[0],
                         "step": step,
-                        **{name: float(x) for name, x in measure(state, arguments).items()},
+                        **{
+                            name: float(x)
+                            for name, x in measures(task.program, state, arguments).items()
+                        },
                     }
                 )
                 write(rows)
