@@ -1,10 +1,10 @@
 r"""Measures what share of the difference of two successive gradients is noise, by batch size.
 
     python -m benchmarks.gradient_noise --optimizers=adamw --learning_rates=4e-3 --steps=320 \
-        --batch_size=8192,131072 --microbatch=32768 --data_file=train.bin
+        --batch_tokens=8192,131072 --microbatch_tokens=32768 --data_file=train.bin
 
-The flags are those of `large_batch`; the first optimizer is trained at the first learning rate and
-the first seed. Before an evaluation's step, at the parameters x and those after one more update, y,
+The flags are those of `large_batch`; an optimizer is trained at its first learning rate and the
+first seed. `results.json` in the folder `--out` is written after every measurement. Before an evaluation's step, at the parameters x and those after one more update, y,
 with batches a, b, c that are drawn anew:
 
     gradient    |g(x, a)|^2
@@ -14,8 +14,7 @@ with batches a, b, c that are drawn anew:
 """
 
 import functools
-import pathlib
-import sys
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import environment, grid, large_batch, report
+from benchmarks import command, environment, grid, large_batch, report
 
 # Batches that no training has drawn: steps beyond any.
 _FRESH = 2**30
@@ -66,12 +65,11 @@ def run(axis: large_batch.Axis, write: Any) -> list[dict[str, Any]]:
       write: called with the rows after each one.
 
     Returns:
-      A row for each batch size and step.
+      A row for each optimizer, batch size and step.
     """
-    optimizer, rates = axis.optimizers[0]
-    cells = [grid.Cell(optimizer, rates[0], axis.protocol.seeds[0])]
     rows: list[dict[str, Any]] = []
-    for microbatch, count in axis.sizes:
+    for (optimizer, rates), (microbatch, count) in itertools.product(axis.optimizers, axis.sizes):
+        cells = [grid.Cell(optimizer, rates[0], axis.protocol.seeds[0])]
         task = axis.training(microbatch, count, optimizer)
         state = task.init(cells)
         for step in range(0, task.steps, task.steps_per_call):
@@ -94,14 +92,22 @@ def run(axis: large_batch.Axis, write: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def parser() -> command.Flags:
+    """Returns the flags."""
+    parser = large_batch.parser("gradient_noise", __doc__)
+    parser.set_defaults(optimizers="adamw")
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, measures, prints and writes the figures."""
-    args = large_batch.parser().parse_args(argv)
+    flags = parser()
+    args = flags.parse_args(argv)
     try:
         axis = large_batch.Axis(args)
         out = report.make_folder(args.out)
     except (OSError, ValueError) as error:
-        sys.exit(f"gradient_noise: {error}")
+        flags.fail(error)
     described = environment.describe(args.commit)
 
     def write(rows: Sequence[dict[str, Any]]) -> None:
@@ -112,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "flags": {key: value for key, value in vars(args).items() if key != "out"},
             "rows": rows,
         }
-        report.write_json(report.jsonable(tree), pathlib.Path(out) / "noise.json")
+        report.write_json(report.jsonable(tree), out / "results.json")
         row = rows[-1]
         share = 2 * row["noise"] / row["difference"]
         print(f"{row['tokens']} tokens, step {row['step']}: noise is {share:.3f}", flush=True)
@@ -122,4 +128,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("gradient_noise", main)

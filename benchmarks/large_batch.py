@@ -4,13 +4,12 @@ From the root of the repository:
 
     python -m benchmarks.large_batch
     python -m benchmarks.large_batch --layers=4 --width=256 --context=512 --steps=500 \
-        --batch_size=8192,32768,131072,524288 --microbatch=32768 --data_file=train.bin \
+        --batch_tokens=8192,32768,131072,524288 --microbatch_tokens=32768 --data_file=train.bin \
         --validation_file=val.bin --optimizers=adamw,nadamw,mars --grid=3 --final_seeds=1,2,3
 
-A batch size is a number of tokens. From the second on, a grid of learning rates lies around the
-best one of the batch size before. The same command again goes on where the one before stopped, from
-a checkpoint of at most `--save_every` seconds before. Each batch size has a folder of its own below
-`--out`.
+From the second batch size on, a grid of learning rates lies around the best one of the batch size
+before. The same command again goes on where the one before stopped. Each batch size has a folder of
+its own below `--out`.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import data, fast_gpt, gpt2, gpt2_shapes, grid, study, training
+from benchmarks import command, data, fast_gpt, gpt2, gpt2_shapes, grid, study, training
 from benchmarks.optimizers import Optimizer
 
 # Layers are stacked: a matrix is the last two axes of a kernel, or an embedding.
@@ -227,15 +225,29 @@ class Training:
         return {"validation_loss": self.program.evaluate(params, params["embed"].ndim == 2)}
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the model, and of how it computes, to a parser."""
+def add_model(parser: command.Flags) -> None:
+    """Adds the flags of the model, of how it computes, and of the batch."""
     group = parser.add_argument_group("model")
     gpt2.add_sizes(group)
     group.add_argument("--rolled", action="store_true", help="a loop over layers: compiles faster")
     group.add_argument(
-        "--logits_chunk", type=study.positive, default=8192, help="tokens whose logits exist"
+        "--logits_chunk", type=command.positive, default=8192, help="tokens whose logits exist"
     )
-    group.add_argument("--logits_dtype", choices=["bfloat16", "float32"], default="float32")
+    group.add_argument(
+        "--logits_dtype",
+        choices=["bfloat16", "float32"],
+        default="float32",
+        help="of the logits before their softmax",
+    )
+    group = parser.add_argument_group("batch")
+    group.add_argument(
+        "--batch_tokens", type=command.positives, default="1024,4096", help="of an update; several"
+    )
+    group.add_argument(
+        "--microbatch_tokens",
+        type=command.positive,
+        help="of a forward and backward pass; by default those of the smallest batch",
+    )
 
 
 def model_config(args: argparse.Namespace, vocabulary_size: int) -> fast_gpt.Config:
@@ -266,21 +278,19 @@ def model_config(args: argparse.Namespace, vocabulary_size: int) -> fast_gpt.Con
     )
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the flags."""
-    parser = study.parser((__doc__ or "").splitlines()[0], out="runs/large_batch")
+def parser(name: str = "large_batch", doc: str | None = __doc__) -> command.Flags:
+    """Returns the flags.
+
+    Args:
+      name: of the command.
+      doc: its docstring.
+    """
+    parser = study.parser(name, doc)
     add_model(parser)
     group = parser.add_argument_group("training")
     gpt2.add_training(group)
-    group.add_argument("--batch_size", default="1024,4096", help="tokens of an update; several")
     group.add_argument(
-        "--microbatch",
-        type=study.positive,
-        help="tokens of a forward and backward pass; gradients of several are averaged; by "
-        "default those of the smallest batch",
-    )
-    group.add_argument(
-        "--steps_per_call", type=study.positive, default=50, help="updates of a compiled call"
+        "--steps_per_call", type=command.positive, default=50, help="updates of a compiled call"
     )
     return parser
 
@@ -298,18 +308,17 @@ def batch_sizes(args: argparse.Namespace, context: int) -> list[tuple[int, int]]
     Raises:
       ValueError: If one is no multiple of the context or of the microbatch, or comes twice.
     """
-    texts = args.batch_size.split(",")
-    sizes = sorted({int(text) for text in texts if text.isdecimal() and len(text) < 16})
-    microbatch = args.microbatch or min(sizes, default=0)
+    sizes = sorted(set(args.batch_tokens))
+    microbatch = args.microbatch_tokens or sizes[0]
     if (
-        len(sizes) < len(texts)
-        or any(not size or size % context or size % min(size, microbatch) for size in sizes)
+        len(sizes) < len(args.batch_tokens)
+        or any(size % context or size % min(size, microbatch) for size in sizes)
         or microbatch % context
     ):
         raise ValueError(
-            f"Expected different numbers of tokens separated by commas, multiples of a window's "
-            f"{context} and, above --microbatch, of that, as --batch_size, got "
-            f"{args.batch_size[:99]!r} and {microbatch}. Change --batch_size or --microbatch."
+            f"Expected --batch_tokens that differ, and are multiples of a window's {context} and, "
+            f"above --microbatch_tokens, of that, got {str(args.batch_tokens)[:99]} and "
+            f"{microbatch}. Change --batch_tokens or --microbatch_tokens."
         )
     return [(min(size, microbatch) // context, size // min(size, microbatch)) for size in sizes]
 
@@ -427,13 +436,14 @@ class Axis:
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, makes the runs that are missing, writes and prints what there is."""
     began = time.perf_counter()
-    args = parser().parse_args(argv)
+    flags = parser()
+    args = flags.parse_args(argv)
     try:
         axis = Axis(args)
     except (OSError, ValueError) as error:
-        sys.exit(f"large_batch: {error}")
+        flags.fail(error)
     return axis.run(args, began)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("large_batch", main)

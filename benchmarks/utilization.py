@@ -1,17 +1,17 @@
 r"""Measures what share of the matrix products' rate the training of `large_batch` reaches.
 
-    python -m benchmarks.utilization --model=small --batch_size=524288 --microbatch=32768 \
-        --vary=attention=xla,rolled=true,microbatch=16384,logits_chunk=16384:logits_dtype=bfloat16
+    python -m benchmarks.utilization --model=small --batch_tokens=524288 \
+        --microbatch_tokens=32768 --vary=attention=xla,rolled=true,logits_dtype=bfloat16:vmap=2
 
 Every row is the flags' setting with some of them changed. The model's operations are counted by
-`fast_gpt.Config.flops_per_token`, the ceiling is measured in the same call.
+`fast_gpt.Config.flops_per_token`, the ceiling is measured in the same call. `results.json` in the
+folder `--out` is written after every row.
 """
 
 import argparse
 import functools
+import itertools
 import json
-import pathlib
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,59 +28,54 @@ from benchmarks import (
     large_batch,
     optimizers,
     report,
-    study,
     timing,
     training,
 )
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the flags."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+def parser() -> command.Flags:
+    """Returns the flags."""
+    parser = command.Flags("utilization", __doc__)
     large_batch.add_model(parser)
-    group = parser.add_argument_group("measurement")
-    group.add_argument("--optimizer", default="adamw", help="as large_batch's --optimizers has it")
-    group.add_argument("--batch_size", default="1024", help="tokens of an update")
-    group.add_argument("--microbatch", type=study.positive, help="tokens of a pass")
-    group.add_argument("--runs", type=study.positive, default=1, help="runs made together")
-    group.add_argument("--calls", type=study.positive, default=3, help="timed calls")
-    group.add_argument("--steps", type=study.positive, default=2, help="updates of a call")
+    command.add_timing(parser, model=False)
+    parser.set_defaults(batch_tokens="1024")
+    group = parser.add_argument_group("rows")
     group.add_argument(
-        "--vary", default="", help="rows besides the first: settings such as 'rolled=true:runs=3'"
+        "--optimizers",
+        type=command.listed,
+        default="adamw",
+        help="one row each, with settings behind colons: mars:gamma=0.05",
     )
-    group.add_argument("--out", default="runs/utilization.json", help="file of the results")
-    group.add_argument("--commit", help="what to record as the commit; by default git says")
+    group.add_argument("--vmap", type=command.positive, default=1, help="runs made together")
+    group.add_argument(
+        "--vary",
+        type=command.listed,
+        help="rows besides the first: flags that change, such as rolled=true:vmap=3",
+    )
     return parser
 
 
-def rows(args: argparse.Namespace) -> list[tuple[str, argparse.Namespace]]:
+def rows(flags: command.Flags, args: argparse.Namespace) -> list[tuple[str, argparse.Namespace]]:
     """Returns the settings to measure, by name.
 
     Raises:
-      ValueError: If a row changes what is no flag.
+      ValueError: If a row changes what is no flag, or to what it cannot be.
     """
-    found = [("as given", args)]
-    for text in filter(None, args.vary.split(",")):
-        changed = dict(setting.partition("=")[::2] for setting in text.split(":"))
-        unknown = sorted(set(changed) - set(vars(args)))
-        if unknown:
-            raise ValueError(f"Expected flags in --vary, got {unknown[0]!r} in {text!r}.")
-        values: dict[str, Any] = {}
-        for name, value in changed.items():
-            if isinstance(getattr(args, name), bool):
-                values[name] = value == "true"
-            else:
-                values[name] = int(value) if value.isdecimal() and name != "batch_size" else value
-        found.append((text, argparse.Namespace(**{**vars(args), **values})))
+    found = []
+    for optimizer, tokens, text in itertools.product(
+        args.optimizers, args.batch_tokens, ["as given", *(args.vary or ())]
+    ):
+        settings = {**vars(args), "optimizers": [optimizer], "batch_tokens": [tokens]}
+        if text != "as given":
+            for change in text.split(":"):
+                name, _, value = change.partition("=")
+                settings[name] = flags.read(name, value)
+        found.append((f"{optimizer}, {tokens} tokens, {text}", argparse.Namespace(**settings)))
     return found
 
 
 def measure(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
-    """Times calls of `steps` updates, the fastest of which counts.
+    """Times calls of `--steps` updates, the fastest of which counts.
 
     Args:
       args: the flags.
@@ -96,7 +91,8 @@ def measure(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     ((microbatch, count),) = large_batch.batch_sizes(args, config.context)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(config.vocabulary_size, size=2**20), jnp.uint16)
-    optimizer = optimizers.parse_optimizer(args.optimizer, large_batch.DOMAIN)
+    optimizer = optimizers.parse_optimizer(args.optimizers[0], large_batch.DOMAIN)
+    steps = args.steps or 2
     program = large_batch.Program(
         config,
         optimizer,
@@ -104,13 +100,13 @@ def measure(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
         microbatch,
         tokens,
         jnp.zeros((1, config.context + 1), jnp.int32),
-        args.steps,
+        steps,
     )
-    cells = [grid.Cell(optimizer, 1e-3, seed) for seed in range(args.runs)]
+    cells = [grid.Cell(optimizer, 1e-3, seed) for seed in range(args.vmap)]
     state = large_batch.Training(program, count).init(cells)
     arguments = program.arguments(cells, 0, count)
     began = time.perf_counter()
-    compiled = program.advance(args.runs == 1).lower(state, *arguments).compile()
+    compiled = program.advance(args.vmap == 1).lower(state, *arguments).compile()
     compiling = time.perf_counter() - began
     carry = [state]
 
@@ -119,8 +115,8 @@ def measure(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
         return losses
 
     timing.wait(run())
-    seconds = min(timing.milliseconds(run) for _ in range(args.calls)) / args.steps / 1000
-    done = args.runs * microbatch * count * config.context
+    seconds = min(timing.milliseconds(run) for _ in range(args.repeats)) / steps / 1000
+    done = args.vmap * microbatch * count * config.context
     flops = done * config.flops_per_token()
     return {
         "ms": 1000 * seconds,
@@ -136,13 +132,13 @@ def measure(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, measures, prints and writes what it found after every row."""
-    args = parser().parse_args(argv)
-    out = pathlib.Path(args.out)
+    flags = parser()
+    args = flags.parse_args(argv)
     try:
-        chosen = rows(args)
-        report.make_folder(str(out.parent))
+        chosen = rows(flags, args)
+        path = report.make_folder(args.out) / "results.json"
     except ValueError as error:
-        sys.exit(f"utilization: {error}")
+        flags.fail(error)
     measured = ceilings.measure()
     ceiling = measured["bfloat16_matmul_flop_per_second"]
     print(f"bfloat16 products: {ceiling / 1e12:.0f} TFLOP/s", flush=True)
@@ -156,10 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, settings in chosen:
         row = command.guarded({"name": name}, functools.partial(measure, settings, ceiling))
         results["rows"].append(row)
-        report.write_json(report.jsonable(results), out)
+        report.write_json(report.jsonable(results), path)
         print(json.dumps(report.jsonable(row)), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("utilization", main, rows=True)
