@@ -1,25 +1,50 @@
 r"""Draws recorded results of `large_batch` against the batch size, and makes their table.
 
-    python -m benchmarks.batch_axis benchmarks/results/large_batch_*_h200.json \
-        --pairs=nadamw:b2=0.99/adamw:b2=0.99,mars_m:b2_1d=0.99/muon:b2_1d=0.99
+    python -m benchmarks.batch_axis
 
-A pair is an optimizer and what it is compared with. Written are `NAME.png` and `NAME.md`.
+draws the recorded results: the picture of the page on large batches, and its table. Of results of
+your own:
+
+    python -m benchmarks.batch_axis runs/large_batch/batch_*/results.json \
+        --pairs=mars/nadamw,mars_m/muon
+
+A pair is an optimizer and what it is compared with. `batch_axis.png` and `batch_axis.md` are in the
+folder `--out`.
 """
 
-import argparse
 import json
 import pathlib
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib import pyplot as plt
-
-from benchmarks import grid, report
+from benchmarks import command, curves, evidence, grid, large_batch, optimizers, report
 
 # Summaries by the tokens of a batch, then by optimizer.
 Axis = Mapping[int, Mapping[str, report.Summary]]
+
+# What is shown of the recorded results.
+TABLE = evidence.RESULTS / "large_batch_h200.md"
+PICTURE = evidence.IMAGES / "large_batches.png"
+LABELS = {
+    "adamw:b2=0.99": "AdamW",
+    "nadamw:b2=0.99": "Nesterov AdamW",
+    "mars:b1=0.95:b2=0.99": "MARS, gamma 0.025",
+    "mars:b1=0.95:b2=0.99:gamma=0.1": "MARS, gamma 0.1",
+    "muon:b2_1d=0.99": "Muon",
+    "mars_m:b2_1d=0.99": "MARS-M",
+}
+PAIRS = [
+    ("adamw:b2=0.99", "nadamw:b2=0.99"),
+    ("mars:b1=0.95:b2=0.99", "nadamw:b2=0.99"),
+    ("mars:b1=0.95:b2=0.99:gamma=0.1", "nadamw:b2=0.99"),
+    ("mars_m:b2_1d=0.99", "muon:b2_1d=0.99"),
+]
+
+
+def recorded() -> Axis:
+    """Reads the recorded results."""
+    return read(sorted(evidence.RESULTS.glob("large_batch_*_h200.json")))
 
 
 def read(paths: Sequence[pathlib.Path]) -> Axis:
@@ -46,7 +71,7 @@ def read(paths: Sequence[pathlib.Path]) -> Axis:
             tokens = task.pop("tokens_per_step")
             del task["microbatch"], task["model_flops_per_step"]
             found = tree["records"]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"Expected results of large_batch, got {str(path)!r}, which are others: {error!r}."
             ) from error
@@ -66,6 +91,10 @@ def read(paths: Sequence[pathlib.Path]) -> Axis:
 
 def _names(axis: Axis) -> list[str]:
     return list(dict.fromkeys(name for summaries in axis.values() for name in summaries))
+
+
+def _reader(name: str) -> str:
+    return evidence.row_name(optimizers.parse_optimizer(name, large_batch.DOMAIN))
 
 
 def gains(axis: Axis, candidate: str, baseline: str) -> dict[int, list[float]]:
@@ -100,7 +129,7 @@ def table(axis: Axis, pairs: Sequence[tuple[str, str]]) -> str:
             found = summaries.get(name)
             edge = ", edge" if found and found.at_edge else ""
             cells.append(f"{found.loss:.3f} ({found.learning_rate:g}{edge})" if found else "")
-        losses.append((f"`{name}`", cells))
+        losses.append((_reader(name), cells))
     compared = []
     for pair in pairs:
         by_size = gains(axis, *pair)
@@ -111,7 +140,7 @@ def table(axis: Axis, pairs: Sequence[tuple[str, str]]) -> str:
                 cells.append(f"{statistics.fmean(by_size[tokens]):+.3f}, {decided}")
             else:
                 cells.append("")
-        compared.append((f"`{pair[0]}` minus `{pair[1]}`", cells))
+        compared.append((" minus ".join(map(_reader, pair)), cells))
     return "\n\n".join(
         [
             rows("loss (rate), tokens a batch:", losses),
@@ -120,78 +149,87 @@ def table(axis: Axis, pairs: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def plot(axis: Axis, pairs: Sequence[tuple[str, str]], path: pathlib.Path) -> None:
-    """Draws losses, best rates and differences against the batch size.
+def panels(
+    axis: Axis, pairs: Sequence[tuple[str, str]], labels: Mapping[str, str]
+) -> list[curves.Panel]:
+    """Returns the losses over batch sizes, and a panel of differences for each baseline.
 
     Args:
       axis: the results.
-      pairs: of optimizers, see above; their bars reach from the lowest to the highest seed.
-      path: the PNG file to write.
+      pairs: of optimizers, see above.
+      labels: of the optimizers that are drawn.
     """
-    figure, (losses, rates, differences) = plt.subplots(
-        ncols=3, figsize=(15, 5.5), layout="constrained"
-    )
-    for name in _names(axis):
-        found = {tokens: s[name] for tokens, s in axis.items() if name in s}
-        losses.plot(list(found), [s.loss for s in found.values()], marker="o", label=name)
-        rates.plot(list(found), [s.learning_rate for s in found.values()], marker="o")
-    for candidate, baseline in pairs:
-        by_size = gains(axis, candidate, baseline)
-        means = [statistics.fmean(each) for each in by_size.values()]
-        below = [m - min(each) for m, each in zip(means, by_size.values(), strict=True)]
-        above = [max(each) - m for m, each in zip(means, by_size.values(), strict=True)]
-        differences.errorbar(
-            list(by_size),
-            means,
-            [below, above],
-            marker="o",
-            capsize=3,
-            label=f"{candidate}\nminus {baseline}",
+
+    def curve(name: str, by_size: Mapping[int, Sequence[float]]) -> curves.Curve:
+        return curves.Curve(
+            optimizer=name,
+            label=labels[name],
+            x=list(by_size),
+            mean=[statistics.fmean(each) for each in by_size.values()],
+            low=[min(each) for each in by_size.values()],
+            high=[max(each) for each in by_size.values()],
         )
-    differences.axhline(0, color="black", linewidth=0.8)
-    labels = ("validation loss (nats per token)", "best learning rate", "difference (nats)")
-    for ax, label in zip((losses, rates, differences), labels, strict=True):
-        ax.set(xlabel="tokens a batch", ylabel=label, xscale="log")
-        ax.grid(alpha=0.3)
-    rates.set(yscale="log")
-    for ax in (losses, differences):
-        ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+
+    x = "tokens in a batch"
+    losses = [
+        curve(name, {tokens: found[name].losses for tokens, found in axis.items() if name in found})
+        for name in labels
+    ]
+    made = [curves.Panel("validation loss (nats per token)", x, losses)]
+    for baseline in dict.fromkeys(baseline for _, baseline in pairs):
+        differences = [
+            curve(one, gains(axis, one, other)) for one, other in pairs if other == baseline
+        ]
+        made.append(curves.Panel(f"minus {labels[baseline]} (nats per token)", x, differences))
+    return made
+
+
+def parser() -> command.Flags:
+    """Returns the flags."""
+    flags = command.Flags(
+        "batch_axis", __doc__, files="results.json of large_batch; by default the recorded ones"
+    )
+    flags.add_argument("--pairs", type=command.listed, help="CANDIDATE/BASELINE, several by commas")
+    flags.add_argument("--out", default="runs/batch_axis", help="folder of the results")
+    return flags
+
+
+def _pairs(texts: Sequence[str], known: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for text in texts:
+        candidate, _, baseline = text.partition("/")
+        if not {candidate, baseline} <= set(known):
+            raise ValueError(
+                f"Expected --pairs of {', '.join(known)}, written like {known[0]}/{known[-1]}, got "
+                f"{text!r}."
+            )
+        pairs.append((candidate, baseline))
+    return pairs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags, writes the files, prints their names."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument("files", nargs="+", help="results.json of large_batch")
-    parser.add_argument("--pairs", default="", help="CANDIDATE/BASELINE, several by commas")
-    parser.add_argument("--name", default="large_batch", help="of the files to write")
-    parser.add_argument("--out", help="folder to write to; by default the first file's own")
-    args = parser.parse_args(argv)
-    paths = [pathlib.Path(file) for file in args.files]
-    pairs: list[tuple[str, str]] = []
+    flags = parser()
+    args = flags.parse_args(argv)
     try:
-        axis = read(paths)
-        known = _names(axis)
-        for text in filter(None, args.pairs.split(",")):
-            candidate, _, baseline = text.partition("/")
-            if not {candidate, baseline} <= set(known):
-                raise ValueError(
-                    f"Expected --pairs of {', '.join(known)}, written like "
-                    f"{known[0]}/{known[-1]}, got {text!r}."
-                )
-            pairs.append((candidate, baseline))
-        out = paths[0].parent if args.out is None else report.make_folder(args.out)
+        if args.files:
+            axis = read([pathlib.Path(file) for file in args.files])
+            labels = {name: curves.name(name) for name in _names(axis)}
+            pairs = _pairs(args.pairs or (), list(labels))
+            out = report.make_folder(args.out)
+            written, picture = out / "batch_axis.md", out / "batch_axis.png"
+        elif args.pairs:
+            raise ValueError("Expected files with --pairs, got none. Name one.")
+        else:
+            axis, labels, pairs = recorded(), LABELS, PAIRS
+            written, picture = TABLE, PICTURE
     except (OSError, ValueError) as error:
-        sys.exit(f"batch_axis: {error}")
-    plot(axis, pairs, out / f"{args.name}.png")
-    image = f"![Losses, best rates and differences by batch size]({args.name}.png)"
-    (out / f"{args.name}.md").write_text(f"{table(axis, pairs)}\n\n{image}\n")
-    print(out / f"{args.name}.png", out / f"{args.name}.md", sep="\n")
+        flags.fail(error)
+    written.write_text(f"{table(axis, pairs)}\n")
+    curves.draw(panels(axis, pairs, labels), picture)
+    print(written, picture, sep="\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("batch_axis", main)

@@ -106,6 +106,8 @@ class Flags:
         """Returns the value that a text is of a flag, or raises a `ValueError`."""
         if name not in self._values:
             raise ValueError(f"Expected a flag, got {name!r}. --help lists the flags.")
+        if self._values[name].boolean and text not in ("true", "false"):
+            raise ValueError(f"Expected true or false as --{name}, got {text[:99]!r}.")
         return self._values[name].parser.parse(text)
 
     def set_defaults(self, **defaults: Any) -> None:

@@ -4,8 +4,9 @@ r"""Measures what share of the difference of two successive gradients is noise, 
         --batch_tokens=8192,131072 --microbatch_tokens=32768 --data_file=train.bin
 
 The flags are those of `large_batch`; an optimizer is trained at its first learning rate and the
-first seed. `results.json` in the folder `--out` is written after every measurement. Before an evaluation's step, at the parameters x and those after one more update, y,
-with batches a, b, c that are drawn anew:
+first seed. `results.json` in the folder `--out` is written after every measurement. Before an
+evaluation's step, at the parameters x and those after one more update, y, with batches a, b, c that
+are drawn anew:
 
     gradient    |g(x, a)|^2
     noise       |g(x, a) - g(x, b)|^2 / 2, the variance of one gradient

@@ -7,9 +7,10 @@ import pathlib
 import tempfile
 from typing import Any
 
+import PIL.Image
 from absl.testing import absltest, parameterized
 
-from benchmarks import batch_axis
+from benchmarks import batch_axis, curves
 
 
 def _record(optimizer: str, seed: int, loss: float) -> dict[str, Any]:
@@ -57,20 +58,42 @@ class BatchAxisTest(parameterized.TestCase):
     def test_table_and_plot(self):
         files = [self.write(512), self.write(64)]
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            self.assertEqual(batch_axis.main([*files, "--pairs=muon/adamw", "--name=axis"]), 0)
-        self.assertIn(str(self.folder / "axis.md"), output.getvalue())
+            given = [*files, "--pairs=muon/adamw", f"--out={self.folder}"]
+            self.assertEqual(batch_axis.main(given), 0)
+        self.assertIn(str(self.folder / "batch_axis.md"), output.getvalue())
         self.assertEqual(
-            (self.folder / "axis.md").read_text(),
+            (self.folder / "batch_axis.md").read_text(),
             "| loss (rate), tokens a batch: | 64 | 512 |\n"
             "| --- | --- | --- |\n"
-            "| `adamw` | 5.100 (0.001) | 5.100 (0.001) |\n"
-            "| `muon` | 4.600 (0.001) | 5.000 (0.001) |\n\n"
+            "| AdamW (0.9, 0.95) | 5.100 (0.001) | 5.100 (0.001) |\n"
+            "| Muon (0.95) | 4.600 (0.001) | 5.000 (0.001) |\n\n"
             "| difference, tokens a batch: | 64 | 512 |\n"
             "| --- | --- | --- |\n"
-            "| `muon` minus `adamw` | -0.500, wins | -0.100, no winner |\n\n"
-            "![Losses, best rates and differences by batch size](axis.png)\n",
+            "| Muon (0.95) minus AdamW (0.9, 0.95) | -0.500, wins | -0.100, no winner |\n",
         )
-        self.assertStartsWith((self.folder / "axis.png").read_bytes(), b"\x89PNG")
+        with PIL.Image.open(self.folder / "batch_axis.png") as picture:
+            self.assertStartsWith(
+                picture.info["Description"],
+                "validation loss (nats per token): AdamW; Muon. "
+                "minus AdamW (nats per token): Muon. Data ",
+            )
+
+    def test_what_is_shown_is_of_the_recorded_results(self):
+        axis = batch_axis.recorded()
+        self.assertEqual(
+            batch_axis.TABLE.read_text(), batch_axis.table(axis, batch_axis.PAIRS) + "\n"
+        )
+        with PIL.Image.open(batch_axis.PICTURE) as picture:
+            self.assertEqual(
+                picture.info["Description"],
+                curves.describe(batch_axis.panels(axis, batch_axis.PAIRS, batch_axis.LABELS)),
+            )
+
+    def test_a_band_is_from_the_lowest_to_the_highest_seed(self):
+        axis = batch_axis.read([pathlib.Path(self.write(64))])
+        losses, _ = batch_axis.panels(axis, [("muon", "adamw")], {"adamw": "A", "muon": "M"})
+        (_, muon) = losses.curves
+        self.assertEqual((muon.x, muon.low, muon.high), ([64], [4.5], [4.7]))
 
     @parameterized.named_parameters(
         ("pair", {}, ["--pairs=muon/lion"], "--pairs of adamw, muon"),

@@ -15,28 +15,28 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import gradient_noise, grid, large_batch, resumable
-from tests.benchmarks import test_grid
+from tests.benchmarks import flags, test_grid
 
 _SIZES = ("--layers=1", "--width=16", "--context=8", "--eval_windows=4", "--dtype=float32")
-_LENGTH = ("--steps=12", "--eval_every=6", "--steps_per_call=3", "--batch_size=32,64")
+_LENGTH = ("--steps=12", "--eval_every=6", "--steps_per_call=3", "--batch_tokens=32,64")
 _NEVER = resumable.Deadline(None, 0.0)
 
 
-def axis(*flags: str) -> large_batch.Axis:
-    given = (*_SIZES, *_LENGTH, f"--data_file={pathlib.Path(__file__)}", *flags)
-    return large_batch.Axis(large_batch.parser().parse_args(given))
+def axis(*given: str) -> large_batch.Axis:
+    given = (*_SIZES, *_LENGTH, f"--data_file={pathlib.Path(__file__)}", *given)
+    return large_batch.Axis(large_batch.parser().parse_args(flags.last(*given)))
 
 
 @functools.cache
-def task(name: str, size: int = 0, *flags: str) -> tuple[large_batch.Training, grid.Cell]:
-    comparison = axis(f"--optimizers={name}", *flags)
+def task(name: str, size: int = 0, *given: str) -> tuple[large_batch.Training, grid.Cell]:
+    comparison = axis(f"--optimizers={name}", *given)
     ((optimizer, _),) = comparison.optimizers
     work = comparison.training(*comparison.sizes[size], optimizer)
     return work, grid.Cell(optimizer, 1e-2, 0)
 
 
-def gradients(size: int, *flags: str, step: int = 0, seed: int = 0) -> tuple[Any, Any]:
-    work, cell = task("adamw", size, *flags)
+def gradients(size: int, *given: str, step: int = 0, seed: int = 0) -> tuple[Any, Any]:
+    work, cell = task("adamw", size, *given)
     cell = grid.Cell(cell.optimizer, cell.learning_rate, seed)
     _, _, step, count, tokens = work.program.arguments([cell], step, work.microbatches)
     params = work.program.init(0)["params"]
@@ -47,8 +47,8 @@ def gradients(size: int, *flags: str, step: int = 0, seed: int = 0) -> tuple[Any
 
 class ProgramTest(parameterized.TestCase):
     def test_accumulation_is_the_big_batch(self):
-        (loss, whole), (other_loss, parts) = gradients(1, "--microbatch=64"), gradients(1)
-        self.assertEqual(task("adamw", 1, "--microbatch=64")[0].microbatches, 1)
+        (loss, whole), (other_loss, parts) = gradients(1, "--microbatch_tokens=64"), gradients(1)
+        self.assertEqual(task("adamw", 1, "--microbatch_tokens=64")[0].microbatches, 1)
         self.assertEqual(task("adamw", 1)[0].microbatches, 2)
         np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
         # float32 sums in another order, of terms up to 0.1.
@@ -127,17 +127,17 @@ class CommandTest(parameterized.TestCase):
         super().setUp()
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
-    def run_command(self, *flags: str, command: Any = large_batch) -> str:
+    def run_command(self, *given: str, command: Any = large_batch) -> str:
         output = io.StringIO()
-        given = [f"--data_file={pathlib.Path(__file__)}", f"--out={self.folder / 'out'}"]
+        files = [f"--data_file={pathlib.Path(__file__)}", f"--out={self.folder / 'out'}"]
         with contextlib.redirect_stdout(output):
-            self.assertEqual(command.main([*_SIZES, *_LENGTH, *given, *flags]), 0)
+            self.assertEqual(command.main(flags.last(*_SIZES, *_LENGTH, *files, *given)), 0)
         return output.getvalue()
 
     def test_the_grid_follows_the_batch_size(self):
-        flags = ("--optimizers=adamw", "--grid=3", "--extend=0", "--final_seeds=1,2")
-        self.assertIn("give the same command again", self.run_command(*flags, "--limit=0"))
-        self.run_command(*flags)
+        given = ("--optimizers=adamw", "--grid=3", "--extend=0", "--final_seeds=1,2")
+        self.assertIn("Give the same command again", self.run_command(*given, "--limit=0"))
+        self.run_command(*given)
         rates = {}
         for size in (32, 64):
             results = json.loads((self.folder / f"out/batch_{size}/results.json").read_text())
@@ -154,7 +154,7 @@ class CommandTest(parameterized.TestCase):
 
     def test_gradient_noise_of_every_batch_size(self):
         self.run_command("--optimizers=adamw", "--learning_rates=1e-2", command=gradient_noise)
-        tree = json.loads((self.folder / "out/noise.json").read_text())
+        tree = json.loads((self.folder / "out/results.json").read_text())
         found = [(row["tokens"], row["step"]) for row in tree["rows"]]
         self.assertEqual(found, [(32, 0), (32, 6), (64, 0), (64, 6)])
         small, _, large, _ = tree["rows"]
@@ -165,20 +165,20 @@ class CommandTest(parameterized.TestCase):
         self.assertBetween(small["noise"] / large["noise"], 1.3, 3.0)
 
     @parameterized.named_parameters(
-        ("not_a_number", ["--batch_size=32,x"], "as --batch_size, got '32,x'"),
-        ("twice", ["--batch_size=32,32"], "as --batch_size"),
-        ("none", ["--batch_size="], "as --batch_size"),
-        ("zero", ["--batch_size=0"], "as --batch_size"),
-        ("window", ["--batch_size=36"], "multiples of a window's 8"),
-        ("microbatch", ["--microbatch=24", "--batch_size=64"], "--microbatch"),
+        ("not_a_number", ["--batch_tokens=32,x"], "--batch_tokens: Expected a whole number"),
+        ("twice", ["--batch_tokens=32,32"], "Expected --batch_tokens that differ"),
+        ("none", ["--batch_tokens="], "--batch_tokens: Expected a whole number"),
+        ("zero", ["--batch_tokens=0"], "--batch_tokens: Expected a whole number from 1"),
+        ("window", ["--batch_tokens=36"], "multiples of a window's 8"),
+        ("microbatch", ["--microbatch_tokens=24", "--batch_tokens=64"], "above --microbatch"),
         ("optimizer", ["--optimizers=adamw,sgd"], "got 'sgd'"),
         ("heads", ["--heads=3"], "multiple of the heads, got 16 and 3"),
         ("cudnn", ["--attention=cudnn"], "where there is no GPU"),
     )
-    def test_a_wrong_flag_ends_with_its_reason(self, flags: list[str], message: str):
+    def test_a_wrong_flag_ends_with_its_reason(self, given: list[str], message: str):
         with self.assertRaises(SystemExit) as context:
-            self.run_command(*flags)
-        self.assertStartsWith(str(context.exception.code), "large_batch: Expected")
+            self.run_command(*given)
+        self.assertStartsWith(str(context.exception.code), "large_batch: ")
         self.assertIn(message, str(context.exception.code))
         self.assertFalse((self.folder / "out").exists())
 
