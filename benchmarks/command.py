@@ -102,6 +102,14 @@ class Flags:
         """Of these flags no two can be given together."""
         self._exclusive.append(names)
 
+    def read(self, name: str, text: str) -> Any:
+        """Returns the value that a text is of a flag, or raises a `ValueError`."""
+        if name not in self._values:
+            raise ValueError(f"Expected a flag, got {name!r}. --help lists the flags.")
+        if self._values[name].boolean and text not in ("true", "false"):
+            raise ValueError(f"Expected true or false as --{name}, got {text[:99]!r}.")
+        return self._values[name].parser.parse(text)
+
     def set_defaults(self, **defaults: Any) -> None:
         """Changes defaults."""
         for name, value in defaults.items():
@@ -192,6 +200,11 @@ seconds = number(0.0)
 def listed(text: str) -> list[str]:
     """Reads a list separated by commas."""
     return text.split(",")
+
+
+def positives(text: str) -> list[int]:
+    """Reads whole numbers from 1, separated by commas."""
+    return [positive(one) for one in listed(text)]
 
 
 def subset(known: Sequence[str]) -> Callable[[str], list[str]]:

@@ -1,4 +1,4 @@
-"""Draws results of training: losses over steps, and the last ones over learning rates.
+"""Draws results of training: losses over steps, the last ones over rates and batch sizes.
 
 A curve has its name at its end. An optimizer has one colour everywhere; lines of this package's
 optimizers are solid, the others dashed. A picture keeps what it shows as the text `Description`.
@@ -71,16 +71,16 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Axes with curves, over steps or over learning rates."""
+    """Axes with curves, over steps, learning rates or batch sizes."""
 
     title: str
     xlabel: str
     curves: Sequence[Curve]
 
     @property
-    def rates(self) -> bool:
-        """Whether it is over learning rates."""
-        return self.xlabel == "learning rate"
+    def few(self) -> bool:
+        """Whether it is over few values, by factors, and not over steps."""
+        return self.xlabel != "step"
 
 
 def name(optimizer: str) -> str:
@@ -165,8 +165,8 @@ def _shades(curves: Sequence[Curve]) -> list[str]:
 
 def _limits(panel: Panel) -> tuple[float, float] | None:
     """The range of values that is shown; None where there is none."""
-    if panel.rates:
-        seen = [value for curve in panel.curves for value in curve.mean]
+    if panel.few:
+        seen = [value for curve in panel.curves for value in (*curve.low, *curve.high)]
     else:
         start = _SHOWN_FROM * max(curve.x[-1] for curve in panel.curves)
         seen = [
@@ -189,11 +189,13 @@ def _draw_panel(ax: Axes, panel: Panel) -> list[tuple[Annotation, float]]:
     limits = _limits(panel)
     bottom, top = limits or (0.0, 1.0)
     ax.set_ylim(bottom, top)
-    if panel.rates:
+    if panel.few:
         ax.set_xscale("log", base=2)
-        rates = sorted({x for curve in panel.curves for x in curve.x})
-        ax.xaxis.set_major_locator(ticker.FixedLocator(rates))
-        ax.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+        values = sorted({x for curve in panel.curves for x in curve.x})
+        ax.xaxis.set_major_locator(ticker.FixedLocator(values))
+        ax.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,g}"))
+    if bottom < 0 < top:
+        ax.axhline(0, color="black", linewidth=0.8)
     texts = []
     for curve, color in zip(panel.curves, _shades(panel.curves), strict=True):
         base = curve.optimizer.partition(":")[0]
@@ -204,7 +206,7 @@ def _draw_panel(ax: Axes, panel: Panel) -> list[tuple[Annotation, float]]:
             color=color,
             linestyle=style,
             linewidth=2,
-            marker="o" if panel.rates or len(curve.x) == 1 else None,
+            marker="o" if panel.few or len(curve.x) == 1 else None,
         )
         ax.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.25, linewidth=0)
         end = curve.mean[-1] if math.isfinite(curve.mean[-1]) else top
@@ -231,7 +233,7 @@ def _draw_panel(ax: Axes, panel: Panel) -> list[tuple[Annotation, float]]:
     ax.set_xlabel(panel.xlabel)
     ax.grid(alpha=0.3)
     ax.spines[["top", "right"]].set_visible(False)
-    if not panel.rates:
+    if not panel.few:
         ax.set_xlim(0, max(curve.x[-1] for curve in panel.curves))
         ax.xaxis.set_major_locator(ticker.MaxNLocator(4, integer=True))
         ax.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))

@@ -459,15 +459,13 @@ def tables(
     )
 
 
-def _chips(text: str) -> list[int]:
-    return [command.positive(one) for one in command.listed(text)]
-
-
 def parser() -> command.Flags:
     """Returns the flags."""
     default = Assumptions()
     parser = command.Flags("planning", __doc__)
-    parser.add_argument("--chips", type=_chips, default="256,4096", help="numbers of chips")
+    parser.add_argument(
+        "--chips", type=command.positives, default="256,4096", help="numbers of chips"
+    )
     parser.add_argument("--tensor", type=command.positive, default=8, help="chips of that axis")
     for name, meaning in (
         ("matmul_share", "of the peak that Newton-Schulz reaches"),

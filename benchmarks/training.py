@@ -51,9 +51,13 @@ class Schedule:
         """Returns after how many updates the model is evaluated, the untrained one included."""
         return sorted({*range(0, self.steps, self.eval_every), self.steps})
 
-    def steps_per_call(self) -> int:
-        """Returns how many updates one compiled call makes: every evaluation falls between two."""
-        limit = min(_STEPS_PER_CALL, self.steps)
+    def steps_per_call(self, limit: int = _STEPS_PER_CALL) -> int:
+        """Returns how many updates one compiled call makes: every evaluation falls between two.
+
+        Args:
+          limit: the largest number.
+        """
+        limit = min(limit, self.steps)
         gaps = np.diff(self.evaluated_steps())
         return max(n for n in range(1, limit + 1) if not np.any(gaps % n))
 

@@ -15,15 +15,19 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import (
+    batch_axis,
     command,
     evidence,
     gpt2,
+    gradient_noise,
     language_model,
+    large_batch,
     newton_schulz_forms,
     planning,
     sharded_step,
     step_time,
     study,
+    utilization,
     vision,
 )
 
@@ -32,7 +36,7 @@ _PARSERS = {
     module.__name__.rpartition(".")[2]: module.parser
     for module in (
         *(gpt2, language_model, vision, step_time, sharded_step, newton_schulz_forms, planning),
-        evidence,
+        *(evidence, large_batch, utilization, gradient_noise, batch_axis),
     )
 }
 
