@@ -683,8 +683,8 @@ _ASSEMBLY: Final = (
     Mutant(
         "mask_lost",
         "assembly.py",
-        "chain.link(decay_mask_for(tree))",
-        "chain.link(None)",
+        "chain.link(decay_mask).update(",
+        "chain.link(None).update(",
         "the mask of the decay is without effect",
         ("tests/contract/test_wrappers.py::SubsetTest::test_decay_mask_is_the_one_of_adamw",),
     ),
