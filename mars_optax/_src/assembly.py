@@ -91,13 +91,15 @@ def optimizer(
     # The extra arguments of the rules that are trees of the parameters.
     tree_arguments = (manual.ARGUMENT, "prev_grad") if hands_over else (manual.ARGUMENT,)
     vector = None if vector_rule is None else vector_rule(correction=inner_correction)
+    # On its own: where captured functions are made anew, as by Equinox, attributes are lost.
+    vector_kept = getattr(vector, "kept", None)
 
     def chains_for(tree: Any) -> tuple[dict[str, fused.Chain], Any]:
         """The rules for a tree of these shapes, and which leaf has which."""
 
         def matrix(numbers: Any) -> fused.Chain:
             rule = matrix_rule(weight_dimension_numbers=numbers, correction=inner_correction)
-            return fused.Chain(rule, learning_rate, weight_decay)
+            return fused.Chain(rule, learning_rate, weight_decay, getattr(rule, "kept", None))
 
         if vector is None:
             return {"matrix": matrix(weight_dimension_numbers)}, None
@@ -106,7 +108,7 @@ def optimizer(
         matrix_numbers = jax.tree.map(
             lambda a: a.dimension_numbers if a.is_matrix else optax.MaskedNode(), axes
         )
-        vectors = fused.Chain(vector, learning_rate_1d, weight_decay_1d)
+        vectors = fused.Chain(vector, learning_rate_1d, weight_decay_1d, vector_kept)
         return {"matrix": matrix(matrix_numbers), "vector": vectors}, labels
 
     def decay_mask_for(tree: Any) -> Any:
@@ -126,7 +128,13 @@ def optimizer(
         checks.gradients(updates, state.mu, "`state.mu`")
         chains, labels = chains_for(updates)
         wanted = {
-            field: _whole([_part(labels, k, updates) for k in chains if _keeps(chains[k], field)])
+            field: _whole(
+                [
+                    _part(labels, label, updates)
+                    for label, chain in chains.items()
+                    if getattr(chain.kept, field, False)
+                ]
+            )
             for field in _TREES
         }
         wanted["prev_params"] = updates if hands_over else None
@@ -160,10 +168,12 @@ def optimizer(
         for label, chain in chains.items():
             part = functools.partial(_part, labels, label)
             own = {k: part(x) if k in tree_arguments else x for k, x in extra_args.items()}
-            kept = chain.rule.kept
-            rule_state = type(kept)(
+            rule_state = type(chain.kept)(
                 state.count,
-                *(part(getattr(state, f)) if getattr(kept, f) else None for f in kept._fields[1:]),
+                *(
+                    part(getattr(state, field)) if is_kept else None
+                    for field, is_kept in zip(chain.kept._fields[1:], chain.kept[1:], strict=True)
+                ),
             )
             result, states[label] = step(
                 chain, (rule_state, *state.links[label]), *map(part, trees), own
@@ -227,10 +237,6 @@ def optimizer(
     if not hands_over:
         result.fused_step = step_fn
     return result
-
-
-def _keeps(chain: fused.Chain, field: str) -> bool:
-    return bool(getattr(chain.rule.kept, field, False))
 
 
 def _part(labels: Any, label: str, tree: Any) -> Any:

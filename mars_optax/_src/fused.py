@@ -19,11 +19,13 @@ class Chain:
       rule: The transformation, with its `step`.
       learning_rate: A number or a schedule.
       weight_decay: A number or a schedule.
+      kept: The rule's `kept`.
     """
 
     rule: Any
     learning_rate: types.ScalarOrSchedule
     weight_decay: types.ScalarOrSchedule
+    kept: Any
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "weight_decay"):
