@@ -7,10 +7,16 @@ from mars_optax._src.links import CorrectGradientsState, clip_by_leaf_norm, corr
 from mars_optax._src.orthogonalize import orthogonalize
 from mars_optax._src.partition import dimension_numbers_by_path
 from mars_optax._src.rounding import stochastic_apply_updates
-from mars_optax._src.variants.adamw import ScaleByMarsState, mars, scale_by_mars
-from mars_optax._src.variants.lion import ScaleByMarsLionState, mars_lion, scale_by_mars_lion
-from mars_optax._src.variants.mars_m import ScaleByMarsMState, mars_m, scale_by_mars_m
+from mars_optax._src.variants.adamw import MarsState, ScaleByMarsState, mars, scale_by_mars
+from mars_optax._src.variants.lion import (
+    MarsLionState,
+    ScaleByMarsLionState,
+    mars_lion,
+    scale_by_mars_lion,
+)
+from mars_optax._src.variants.mars_m import MarsMState, ScaleByMarsMState, mars_m, scale_by_mars_m
 from mars_optax._src.variants.shampoo import (
+    MarsShampooState,
     ScaleByMarsShampooState,
     mars_shampoo,
     scale_by_mars_shampoo,
@@ -23,6 +29,10 @@ __all__ = [
     "CorrectGradientsState",
     "Description",
     "LeafDescription",
+    "MarsLionState",
+    "MarsMState",
+    "MarsShampooState",
+    "MarsState",
     "ScaleByMarsLionState",
     "ScaleByMarsMState",
     "ScaleByMarsShampooState",

@@ -1,7 +1,8 @@
 """From a rule for matrices and one for vectors to an optimizer: partition, decay, learning rate."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import optax
@@ -10,15 +11,25 @@ from mars_optax._src import checks, fused, manual, named, partition, previous, r
 from mars_optax._src.kernels import execute
 from mars_optax._src.leaf import precision
 
-# Untyped in Optax.
-_PARTITION_STATE: Any = optax.transforms.PartitionState
+
+class OptimizerState(NamedTuple):
+    """State of an optimizer that has one rule for matrices and one for vectors.
+
+    Each tree has the structure of the parameters, with :class:`optax.MaskedNode` for those whose
+    rule does not keep it. It is None where neither rule does.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
+    mu: optax.Updates  # first moment, dtype=mu_dtype or the parameter's
+    nu: optax.Updates | None  # second moment, real, dtype=nu_dtype or at least float32
+    nu_max: optax.Updates | None  # largest nu so far, as nu
+    prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
+    prev_grad_scale: optax.Updates | None  # of an 8-bit prev_grad: float32, one for each row
+    prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
+    links: dict[str, Any]  # of "matrix" and "vector", the states of decay and learning rate
 
 
-class PreviousParamsState(NamedTuple):
-    """State of an optimizer in exact mode that treats matrices and vectors differently."""
-
-    prev_params: optax.Params  # dtype=the parameter's
-    inner_state: optax.OptState
+_TREES: Final = OptimizerState._fields[1:-1]
 
 
 def optimizer(
@@ -34,6 +45,7 @@ def optimizer(
     mask: types.Mask | None,
     weight_dimension_numbers: types.WeightDimensionNumbers,
     default: partition.DefaultRule,
+    state_type: type = OptimizerState,
     implementation: types.Implementation | None = "xla",
 ) -> named.Transformation:
     """Gives matrices and vectors their rule, their decay and their learning rate.
@@ -52,6 +64,7 @@ def optimizer(
       mask: Which leaves decay, as in :func:`optax.adamw`.
       weight_dimension_numbers: Which leaves are matrices, and their axes.
       default: That rule by a leaf's rank, where `weight_dimension_numbers` is None.
+      state_type: The optimizer's own subclass of it.
       implementation: What executes the rules, see :func:`execute.elementwise`.
     """
     checks.learning_rate("learning_rate", learning_rate)
@@ -75,14 +88,18 @@ def optimizer(
     # `grad_fn` wants all parameters: where no single rule sees them, the optimizer keeps them.
     hands_over = correction == "exact" and vector_rule is not None
     inner_correction = previous.Mode.HANDED_OVER if hands_over else correction
+    # The extra arguments of the rules that are trees of the parameters.
+    tree_arguments = (manual.ARGUMENT, "prev_grad") if hands_over else (manual.ARGUMENT,)
     vector = None if vector_rule is None else vector_rule(correction=inner_correction)
+    # On its own: where captured functions are made anew, as by Equinox, attributes are lost.
+    vector_kept = getattr(vector, "kept", None)
 
     def chains_for(tree: Any) -> tuple[dict[str, fused.Chain], Any]:
         """The rules for a tree of these shapes, and which leaf has which."""
 
         def matrix(numbers: Any) -> fused.Chain:
             rule = matrix_rule(weight_dimension_numbers=numbers, correction=inner_correction)
-            return fused.Chain(rule, learning_rate, weight_decay)
+            return fused.Chain(rule, learning_rate, weight_decay, getattr(rule, "kept", None))
 
         if vector is None:
             return {"matrix": matrix(weight_dimension_numbers)}, None
@@ -91,7 +108,7 @@ def optimizer(
         matrix_numbers = jax.tree.map(
             lambda a: a.dimension_numbers if a.is_matrix else optax.MaskedNode(), axes
         )
-        vectors = fused.Chain(vector, learning_rate_1d, weight_decay_1d)
+        vectors = fused.Chain(vector, learning_rate_1d, weight_decay_1d, vector_kept)
         return {"matrix": matrix(matrix_numbers), "vector": vectors}, labels
 
     def decay_mask_for(tree: Any) -> Any:
@@ -100,36 +117,69 @@ def optimizer(
             return mask(tree) if jax.tree.leaves(tree) else tree
         return mask
 
-    def chain_for(tree: Any, has_trees: bool = False) -> optax.GradientTransformationExtraArgs:
-        """The optimizer of a tree of these shapes: rules by name and masks see it as a whole."""
-        chains, labels = chains_for(tree)
-        links = {label: chain.link(decay_mask_for(tree)) for label, chain in chains.items()}
-        if labels is None:
-            return links["matrix"]
-        # A tree of labels that can be called (Equinox) would be taken for a function. Each group
-        # gets its part of extra arguments that are trees of the parameters.
-        return optax.partition(links, lambda _: labels, mask_compatible_extra_args=has_trees)
-
-    def require_own(state: Any) -> None:
-        """Raises unless `init` makes states of this kind."""
-        if hands_over:
-            checks.state_type(state, PreviousParamsState, name)
-            state = state.inner_state
+    def checked(updates: Any, state: Any) -> tuple[dict[str, fused.Chain], Any]:
+        """The rules for these gradients, if `init` makes states of this kind for them."""
         if vector is None:
-            chain_states = [("matrix", state)]
-        else:
-            checks.state_type(state, _PARTITION_STATE, name)
-            chain_states = [
-                (label, getattr(state.inner_states.get(label), "inner_state", None))
-                for label in ("matrix", "vector")
-            ]
-        for label, chain_state in chain_states:
-            checks.chain_state(chain_state, scalars[label], mask is not None, name)
+            checks.chain_state(state, scalars["matrix"], mask is not None, name)
+            return chains_for(updates)
+        checks.state_type(state, state_type, name)
+        for label, arguments in scalars.items():
+            checks.chain_state((None, *state.links[label]), arguments, mask is not None, name)
+        checks.gradients(updates, state.mu, "`state.mu`")
+        chains, labels = chains_for(updates)
+        wanted = {
+            field: _whole(
+                [
+                    _part(labels, label, updates)
+                    for label, chain in chains.items()
+                    if getattr(chain.kept, field, False)
+                ]
+            )
+            for field in _TREES
+        }
+        wanted["prev_params"] = updates if hands_over else None
+        checks.state_fields(state, wanted, name, previous.PER_ROW)
+        return chains, labels
 
     def init_fn(params: optax.Params) -> optax.OptState:
         checks.inexact_leaves(params)
-        state = chain_for(params).init(params)
-        return PreviousParamsState(previous.copies(params, params), state) if hands_over else state
+        chains, labels = chains_for(params)
+        states = {
+            label: chain.link(decay_mask_for(params)).init(_part(labels, label, params))
+            for label, chain in chains.items()
+        }
+        if vector is None:
+            return states["matrix"]
+        prev_params = previous.copies(params, params) if hands_over else None
+        return _joined(state_type, states, prev_params)
+
+    def advance(
+        step: Callable[..., tuple[Any, Any]],
+        chains: dict[str, fused.Chain],
+        labels: Any,
+        trees: tuple[Any, ...],
+        state: Any,
+        extra_args: dict[str, Any],
+    ) -> tuple[Any, Any]:
+        """The results of `step` with each chain, its state, parts of `trees` and of arguments."""
+        if vector is None:
+            return step(chains["matrix"], state, *trees, extra_args)
+        results, states = [], {}
+        for label, chain in chains.items():
+            part = functools.partial(_part, labels, label)
+            own = {k: part(x) if k in tree_arguments else x for k, x in extra_args.items()}
+            rule_state = type(chain.kept)(
+                state.count,
+                *(
+                    part(getattr(state, field)) if is_kept else None
+                    for field, is_kept in zip(chain.kept._fields[1:], chain.kept[1:], strict=True)
+                ),
+            )
+            result, states[label] = step(
+                chain, (rule_state, *state.links[label]), *map(part, trees), own
+            )
+            results.append(result)
+        return _whole(results), _joined(state_type, states, None)
 
     def update_fn(
         updates: optax.Updates,
@@ -148,24 +198,22 @@ def optimizer(
         # Decay and learning rate, too, are applied in at least float32, and rounded once.
         wide_updates = jax.tree.map(precision.widen, updates)
         wide_params = jax.tree.map(precision.widen, like)
-        require_own(state)
-        inner_state = state
+        chains, labels = checked(updates, state)
         if hands_over:
             checks.exact_arguments(params, extra_args)
-            checks.state_fields(state, updates, {"prev_params": True}, name)
-            prev_grad = previous.evaluate(extra_args["grad_fn"], state.prev_params, updates)
-            extra_args = {**extra_args, "prev_grad": prev_grad}
-            del extra_args["grad_fn"]
-            inner_state = state.inner_state
-        specs = manual.specs_of(extra_args, updates)
-        if specs is not None:
-            extra_args = {**extra_args, manual.ARGUMENT: specs}
-        direction, new_state = chain_for(updates, hands_over or specs is not None).update(
-            wide_updates, inner_state, wide_params, **extra_args
-        )
+            prev_grad = previous.evaluate(extra_args.pop("grad_fn"), state.prev_params, updates)
+            extra_args["prev_grad"] = prev_grad
+        extra_args[manual.ARGUMENT] = manual.specs_of(extra_args, updates)
+        decay_mask = decay_mask_for(updates)
+
+        def step(chain: fused.Chain, state: Any, g: Any, p: Any, extra_args: Any) -> Any:
+            return chain.link(decay_mask).update(g, state, p, **extra_args)
+
+        trees = (wide_updates, wide_params)
+        direction, new_state = advance(step, chains, labels, trees, state, extra_args)
         if hands_over:
             prev_params = previous.copies(params, like=state.prev_params)
-            new_state = PreviousParamsState(prev_params, new_state)
+            new_state = new_state._replace(prev_params=prev_params)
         return run.narrow(direction, like), new_state
 
     def step_fn(
@@ -176,16 +224,48 @@ def optimizer(
             updates, state = update_fn(updates, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
         checks.gradients(updates, params, "`params`")
-        require_own(state)
+        chains, labels = checked(updates, state)
         extra_args = {**extra_args, manual.ARGUMENT: manual.specs_of(extra_args, updates)}
-        chains, labels = chains_for(updates)
         decays = fused.decays_of(decay_mask_for(updates), params)
-        arguments = (updates, state, params, decays, extra_args)
-        if labels is None:
-            return chains["matrix"].step(*arguments)
-        return fused.step_partition(chains, labels, *arguments)
+
+        def step(chain: fused.Chain, state: Any, g: Any, p: Any, decays: Any, args: Any) -> Any:
+            return chain.step(g, state, p, decays, args)
+
+        return advance(step, chains, labels, (updates, params, decays), state, extra_args)
 
     result = named.Transformation(init_fn, update_fn)
     if not hands_over:
         result.fused_step = step_fn
     return result
+
+
+def _part(labels: Any, label: str, tree: Any) -> Any:
+    """The leaves with one label, and placeholders for the others; all without labels."""
+    if tree is None or labels is None:
+        return tree
+    return jax.tree.map(lambda its, x: x if its == label else optax.MaskedNode(), labels, tree)
+
+
+def _whole(parts: Sequence[Any]) -> Any:
+    """The tree of which these are parts; None where all are."""
+    parts = [part for part in parts if part is not None]
+    if not parts:
+        return None
+
+    def own(*leaves: Any) -> Any:
+        return next((x for x in leaves if not _is_absent(x)), optax.MaskedNode())
+
+    return jax.tree.map(own, *parts, is_leaf=_is_absent)
+
+
+def _is_absent(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _joined(state_type: Any, states: Mapping[str, Any], prev_params: Any) -> Any:
+    """The state of an optimizer from those of its chains."""
+    rules = [rule for rule, *_ in states.values()]
+    trees = {field: _whole([getattr(rule, field, None) for rule in rules]) for field in _TREES}
+    links = {label: tuple(links) for label, (_, *links) in states.items()}
+    trees["prev_params"] = prev_params
+    return state_type(count=rules[0].count, **trees, links=links)

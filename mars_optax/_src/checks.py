@@ -308,30 +308,24 @@ def chain_state(state: Any, scalars: Mapping[str, Any], is_masked: bool, name: s
 
 
 def state_fields(
-    state: Any, updates: Any, kept: Mapping[str, bool], name: str, rows: Sequence[str] = ()
+    state: Any, wanted: Mapping[str, Any], name: str, rows: Sequence[str] = ()
 ) -> None:
     """The trees of a state are those that the settings ask for, with a leaf for each gradient.
 
     Args:
       state: A state that has these fields.
-      updates: The gradients.
-      kept: The fields, and whether these settings keep them.
+      wanted: The fields, with the gradients that have a leaf there, or None where it is not kept.
       name: The public name, for errors.
       rows: The fields that have one number for each row of a leaf.
     """
-    if not jax.tree.leaves(updates):
-        # A tree without leaves may be None itself.
-        return
-    for field, is_kept in kept.items():
+    for field, updates in wanted.items():
         tree = getattr(state, field)
-        if is_kept != (tree is not None):
-            wanted, got = ("a tree", "None") if is_kept else ("None", "a tree")
+        if (updates is None) != (tree is None):
+            expected, got = ("None", "a tree") if updates is None else ("a tree", "None")
             raise ValueError(
-                f"`state.{field}`: expected {wanted} with these settings of `{name}`, got {got}. "
+                f"`state.{field}`: expected {expected} with these settings of `{name}`, got {got}. "
                 f"{_STATE_ADVICE}"
             )
-        if not is_kept:
-            continue
         _same_leaves(f"`state.{field}`", tree, updates, "the gradients", _STATE_ADVICE)
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for (path, leaf), grad in zip(leaves, jax.tree.leaves(updates), strict=True):

@@ -1,17 +1,14 @@
 """From gradients to new parameters in one go: a rule, its decay, its learning rate, the update."""
 
 import dataclasses
-import functools
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, run, types
+from mars_optax._src import checks, run, types
 from mars_optax._src.leaf import precision
-
-_ABSENT: Final = optax.MaskedNode()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +19,13 @@ class Chain:
       rule: The transformation, with its `step`.
       learning_rate: A number or a schedule.
       weight_decay: A number or a schedule.
+      kept: The rule's `kept`.
     """
 
     rule: Any
     learning_rate: types.ScalarOrSchedule
     weight_decay: types.ScalarOrSchedule
+    kept: Any
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "weight_decay"):
@@ -60,46 +59,6 @@ class Chain:
         finish = run.Finish(params, scale, decay, decays)
         params, rule_state = self.rule.step(updates, rule_state, finish, extra_args)
         return params, (rule_state, decay_state, rate_state)
-
-
-def step_partition(  # noqa: D417 (the others are those of :meth:`Chain.step`)
-    chains: dict[str, Chain],
-    labels: Any,
-    updates: Any,
-    state: Any,
-    params: Any,
-    decays: Any,
-    extra_args: Any,
-) -> tuple[Any, Any]:
-    """The same for the groups of an :func:`optax.partition`, and its state.
-
-    Args:
-      chains: That of each label.
-      labels: The label of each leaf.
-    """
-    treedef: Any = jax.tree.structure(params)
-    new_leaves: list[Any] = [None] * treedef.num_leaves
-    inner_states = dict(state.inner_states)
-    for label, chain in chains.items():
-        part = functools.partial(_part, labels, label)
-        inner_state = inner_states[label].inner_state
-        mine = dict(extra_args)
-        if mine.get(manual.ARGUMENT) is not None:
-            mine[manual.ARGUMENT] = part(mine[manual.ARGUMENT])
-        new_params, inner_state = chain.step(
-            part(updates), inner_state, part(params), part(decays), mine
-        )
-        inner_states[label] = optax.MaskedState(inner_state)
-        for i, x in enumerate(treedef.flatten_up_to(new_params)):
-            if not isinstance(x, optax.MaskedNode):
-                new_leaves[i] = x
-    new_state = state._replace(inner_states=inner_states)
-    return jax.tree.unflatten(treedef, new_leaves), new_state
-
-
-def _part(labels: Any, label: str, tree: Any) -> Any:
-    """The leaves with one label, and placeholders for the others."""
-    return jax.tree.map(lambda x, its: x if its == label else _ABSENT, tree, labels)
 
 
 def decays_of(mask: Any, params: Any) -> Any:

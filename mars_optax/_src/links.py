@@ -136,7 +136,8 @@ def correct_gradients(
         field = "prev_grad" if kept["prev_grad"] else "prev_params"
         if getattr(state, field) is not None:
             checks.gradients(updates, getattr(state, field), f"`state.{field}`")
-        checks.state_fields(state, updates, kept, "correct_gradients", previous.PER_ROW)
+        wanted = {field: updates if is_kept else None for field, is_kept in kept.items()}
+        checks.state_fields(state, wanted, "correct_gradients", previous.PER_ROW)
         wide = jax.tree.map(precision.widen, updates)
         prev_grad = source.gradients(updates, state, params, extra_args)
         if is_storm:

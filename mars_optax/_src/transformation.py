@@ -92,7 +92,8 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         checks.state_type(state, state_type, name)
         first = next(iter(moments))
         checks.gradients(updates, getattr(state, first), f"`state.{first}`")
-        checks.state_fields(state, updates, kept, name, previous.PER_ROW)
+        wanted = {field: updates if is_kept else None for field, is_kept in kept.items()}
+        checks.state_fields(state, wanted, name, previous.PER_ROW)
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         form = {} if keep_prev_grad else {"next_gamma": source.gamma_at(count)}
@@ -138,4 +139,5 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
 
     rule = named.Transformation(init_fn, update_fn)
     rule.step = step_fn
+    rule.kept = state_type(count=True, **kept)
     return rule

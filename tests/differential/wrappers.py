@@ -331,16 +331,10 @@ def _with_arguments(wrapper: Any, subject: Subject, grad_fn: Any) -> Any:
     )
 
 
-_SEVERAL = "a rule for matrices and one for vectors keep one each, as with `optax.contrib.muon`"
 _TWO_LINKS = "two links count: `optax.tree.get_all_with_path` finds all"
 
 
-@situation(
-    reasons={
-        **dict.fromkeys((x.name for x in subjects.OURS if x.name != "scale_by_mars"), _SEVERAL),
-        **dict.fromkeys(("storm_adamw", "links"), _TWO_LINKS),
-    }
-)
+@situation(reasons=dict.fromkeys(("storm_adamw", "links"), _TWO_LINKS))
 def tree_get_and_set(subject: Subject):
     """`optax.tree.get` and `set` of the state's fields, `count` set to what it is."""
     state = subject.tx.init(subjects.params())

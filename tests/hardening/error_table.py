@@ -560,7 +560,7 @@ EXAMPLES: tuple[Example, ...] = (
         "The state of an optimizer is not that of a rule, its decay and its learning rate: "
         "`optimize_1d` was changed, or links were added.",
         _BEGIN,
-        "got `PartitionState`",
+        "got `MarsState`",
         lambda: _update(_mars(0.1, optimize_1d=True), _mars(0.1)),
     ),
     Example(

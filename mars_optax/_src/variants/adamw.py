@@ -244,6 +244,12 @@ def vector_adamw(
     )
 
 
+class MarsState(assembly.OptimizerState):
+    """State of :func:`mars` in which vectors have a rule of their own."""
+
+    __slots__ = ()
+
+
 @named.named
 def mars(
     learning_rate: types.ScalarOrSchedule,
@@ -409,6 +415,7 @@ def mars(
         weight_decay_1d=weight_decay_1d,
         mask=mask,
         weight_dimension_numbers=weight_dimension_numbers,
+        state_type=MarsState,
         default=partition.matrix_from_rank_2,
         implementation=implementation,
     )

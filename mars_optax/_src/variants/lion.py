@@ -121,6 +121,12 @@ def scale_by_mars_lion(
     )
 
 
+class MarsLionState(assembly.OptimizerState):
+    """State of :func:`mars_lion` in which vectors have a rule of their own."""
+
+    __slots__ = ()
+
+
 @named.named
 def mars_lion(
     learning_rate: types.ScalarOrSchedule,
@@ -245,6 +251,7 @@ def mars_lion(
         weight_decay_1d=weight_decay_1d,
         mask=mask,
         weight_dimension_numbers=weight_dimension_numbers,
+        state_type=MarsLionState,
         default=partition.matrix_from_rank_2,
         implementation=implementation,
     )

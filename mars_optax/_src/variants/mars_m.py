@@ -151,6 +151,12 @@ def scale_by_mars_m(
     )
 
 
+class MarsMState(assembly.OptimizerState):
+    """State of :func:`mars_m` in which vectors have a rule of their own."""
+
+    __slots__ = ()
+
+
 @named.named
 def mars_m(
     learning_rate: types.ScalarOrSchedule,
@@ -291,6 +297,7 @@ def mars_m(
         weight_decay_1d=weight_decay_1d,
         mask=mask,
         weight_dimension_numbers=weight_dimension_numbers,
+        state_type=MarsMState,
         default=partition.matrix_at_rank_2,
         # With kernels steps are 4 percent slower (GPT-2 small, one H200).
         implementation=implementation or "xla",

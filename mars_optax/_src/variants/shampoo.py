@@ -156,6 +156,12 @@ def scale_by_mars_shampoo(
     )
 
 
+class MarsShampooState(assembly.OptimizerState):
+    """State of :func:`mars_shampoo` in which vectors have a rule of their own."""
+
+    __slots__ = ()
+
+
 @named.named
 def mars_shampoo(
     learning_rate: types.ScalarOrSchedule,
@@ -328,6 +334,7 @@ def mars_shampoo(
         weight_decay_1d=None if optimize_1d else weight_decay_1d,
         mask=mask,
         weight_dimension_numbers=weight_dimension_numbers,
+        state_type=MarsShampooState,
         default=partition.matrix_at_rank_2,
         # As for MARS-M, whose steps are 4 percent slower with kernels (GPT-2 small, one H200).
         implementation=implementation or "xla",
