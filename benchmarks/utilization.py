@@ -38,7 +38,7 @@ def parser() -> command.Flags:
     parser = command.Flags("utilization", __doc__)
     large_batch.add_model(parser)
     command.add_timing(parser, model=False)
-    parser.set_defaults(batch_tokens="1024")
+    parser.set_defaults(batch_tokens="1024", steps=2)
     group = parser.add_argument_group("rows")
     group.add_argument(
         "--optimizers",
@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(config.vocabulary_size, size=2**20), jnp.uint16)
     optimizer = optimizers.parse_optimizer(args.optimizers[0], large_batch.DOMAIN)
-    steps = args.steps or 2
+    steps = args.steps
     program = large_batch.Program(
         config,
         optimizer,
