@@ -31,8 +31,12 @@ class PickleTest(parameterized.TestCase):
     @parameterized.parameters("mars_optax", "benchmarks", "tests")
     def test_nothing_is_unpickled(self, folder: str):
         paths = sorted((_ROOT / folder).rglob("*.py"))
-        # It reads what it has just written: users' tools pickle optimizers.
-        paths = [path for path in paths if path.name != "test_settings_of_jax.py"]
+        # These read what they have just written: users' tools pickle optimizers.
+        paths = [
+            path
+            for path in paths
+            if path.parent.name != "differential" and path.name != "test_settings_of_jax.py"
+        ]
         self.assertGreater(len(paths), 5)
         found = {str(path): list(_unsafe(path.read_text())) for path in paths}
         self.assertEmpty({path: what for path, what in found.items() if what})
