@@ -26,10 +26,9 @@ class OptimizerState(NamedTuple):
     prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
     prev_grad_scale: optax.Updates | None  # of an 8-bit prev_grad: float32, one for each row
     prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
-    links: dict[str, Any]  # of "matrix" and "vector", the states of decay and learning rate
 
 
-_TREES: Final = OptimizerState._fields[1:-1]
+_TREES: Final = OptimizerState._fields[1:]
 
 
 def optimizer(
@@ -76,10 +75,7 @@ def optimizer(
     checks.learning_rate("learning_rate_1d", learning_rate_1d)
     partition.check_spec(weight_dimension_numbers)
     checks.scalar_or_schedule("weight_decay_1d", weight_decay_1d)
-    scalars = {
-        "matrix": {"weight_decay": weight_decay, "learning_rate": learning_rate},
-        "vector": {"weight_decay_1d": weight_decay_1d, "learning_rate_1d": learning_rate_1d},
-    }
+    scalars = {"weight_decay": weight_decay, "learning_rate": learning_rate}
     decays = {"weight_decay": weight_decay}
     if vector_rule is not None:
         decays["weight_decay_1d"] = weight_decay_1d
@@ -120,11 +116,9 @@ def optimizer(
     def checked(updates: Any, state: Any) -> tuple[dict[str, fused.Chain], Any]:
         """The rules for these gradients, if `init` makes states of this kind for them."""
         if vector is None:
-            checks.chain_state(state, scalars["matrix"], mask is not None, name)
+            checks.chain_state(state, scalars, mask is not None, name)
             return chains_for(updates)
         checks.state_type(state, state_type, name)
-        for label, arguments in scalars.items():
-            checks.chain_state((None, *state.links[label]), arguments, mask is not None, name)
         checks.gradients(updates, state.mu, "`state.mu`")
         chains, labels = chains_for(updates)
         wanted = {
@@ -176,7 +170,7 @@ def optimizer(
                 ),
             )
             result, states[label] = step(
-                chain, (rule_state, *state.links[label]), *map(part, trees), own
+                chain, (rule_state, *chain.link_states(state.count, mask)), *map(part, trees), own
             )
             results.append(result)
         return _whole(results), _joined(state_type, states, None)
@@ -266,6 +260,5 @@ def _joined(state_type: Any, states: Mapping[str, Any], prev_params: Any) -> Any
     """The state of an optimizer from those of its chains."""
     rules = [rule for rule, *_ in states.values()]
     trees = {field: _whole([getattr(rule, field, None) for rule in rules]) for field in _TREES}
-    links = {label: tuple(links) for label, (_, *links) in states.items()}
     trees["prev_params"] = prev_params
-    return state_type(count=rules[0].count, **trees, links=links)
+    return state_type(count=rules[0].count, **trees)

@@ -40,6 +40,14 @@ class Chain:
             optax.scale_by_learning_rate(self.learning_rate),
         )
 
+    def link_states(self, count: jax.Array, mask: Any) -> tuple[Any, Any]:
+        """The states of decay and learning rate: schedules count as the rule does."""
+        decay = optax.add_decayed_weights(self.weight_decay).init(())
+        rate = optax.scale_by_learning_rate(self.learning_rate).init(())
+        states = (decay if mask is None else optax.MaskedState(decay), rate)
+        counted: tuple[Any, Any] = jax.tree.map(lambda _: count, states)
+        return counted
+
     def step(
         self, updates: Any, state: Any, params: Any, decays: Any, extra_args: Any
     ) -> tuple[Any, Any]:

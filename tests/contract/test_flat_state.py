@@ -117,7 +117,20 @@ class FlatStateTest(parameterized.TestCase):
             self.assertIs(type(copy), _STATES[name])
             trees.assert_equal(copy, state)
             self.assertEqual(jax.tree.structure(copy), jax.tree.structure(state))
-        self.assertEqual([int(state.links[k][1].count) for k in ("matrix", "vector")], [1, 1])
+
+    @parameterized.parameters(*_STATES)
+    def test_schedules_count_as_the_state_does(self, name: str):
+        """Also where a mask says what decays, and where the count is set, or was a number's."""
+        params = _params()
+        rate = lambda count: 0.1 * (count + 1.0)  # noqa: E731
+        mask = jax.tree.map(lambda p: p.ndim > 1, params)
+        scheduled = _make(name, {"weight_decay": rate, "weight_decay_1d": rate, "mask": mask}, rate)
+        state = optax.tree.set(scheduled.init(params), count=jnp.int32(4))
+        self.assertEqual(int(_step(scheduled, params, state).count), 5)
+        fixed = _make(name, {"weight_decay": 0.5, "weight_decay_1d": 0.5, "mask": mask}, 0.5)
+        actual, _ = scheduled.update(params, state, params)
+        expected, _ = fixed.update(params, state, params)
+        trees.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
     @parameterized.parameters("mars", "mars_m")
     def test_a_batch_of_optimizers_has_a_batch_of_states(self, name: str):

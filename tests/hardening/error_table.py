@@ -565,17 +565,19 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         STATE,
-        "The state was made without the `mask`, or with one that is gone.",
+        "With `optimize_1d`: the state was made without the `mask`, or with one that is gone.",
         _BEGIN,
         "got one without",
-        lambda: _update(_mars(0.1, mask={"layer": True}), _mars(0.1)),
+        lambda: _update(
+            _mars(0.1, mask={"layer": True}, optimize_1d=True), _mars(0.1, optimize_1d=True)
+        ),
     ),
     Example(
         STATE,
-        "The state was made with a number where there is a schedule now.",
+        "With `optimize_1d`: the state was made with a number where there is a schedule now.",
         "The other way round works: a number needs no count.",
         "got `EmptyState`",
-        lambda: _update(_mars(lambda count: 0.1), _mars(0.1)),
+        lambda: _update(_mars(lambda count: 0.1, optimize_1d=True), _mars(0.1, optimize_1d=True)),
     ),
     Example(
         STATE,

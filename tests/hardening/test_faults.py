@@ -270,8 +270,10 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     "bfloat16": functools.partial(
         mars_optax.mars, 0.1, mu_dtype="bfloat16", prev_grad_dtype="bfloat16"
     ),
-    "schedule": functools.partial(mars_optax.mars, lambda count: 0.1),
-    "mask": functools.partial(mars_optax.mars, 0.1, mask={"kernel": True, "bias": False}),
+    "schedule": functools.partial(mars_optax.mars, lambda count: 0.1, optimize_1d=True),
+    "mask": functools.partial(
+        mars_optax.mars, 0.1, mask={"kernel": True, "bias": False}, optimize_1d=True
+    ),
     "lion": functools.partial(mars_optax.mars_lion, 0.1),
     "mars_m": functools.partial(mars_optax.mars_m, 0.1),
     "storm": functools.partial(mars_optax.storm_adamw, 0.1),
@@ -312,9 +314,9 @@ class SettingsTest(parameterized.TestCase):
         ("amsgrad", "mars", r"`state\.nu_max`: expected None .*got a tree"),
         ("mars", "all", "`state`: expected the states of a rule.* got `MarsState`"),
         ("all", "mars", "`state`: expected a `MarsState`.* got `tuple`"),
-        ("mars", "schedule", "`state`: expected the count of the schedule `learning_rate`"),
-        ("mars", "mask", "`state`: expected one of `mars` with a `mask`"),
-        ("mask", "mars", "`state`: expected one of `mars` without a `mask`"),
+        ("all", "schedule", "`state`: expected the count of the schedule `learning_rate`"),
+        ("all", "mask", "`state`: expected one of `mars` with a `mask`"),
+        ("mask", "all", "`state`: expected one of `mars` without a `mask`"),
         ("mars", "lion", "`state`: expected a `MarsLionState`.* got `MarsState`"),
         ("lion", "mars_m", "`state`: expected a `MarsMState`.* got `MarsLionState`"),
         ("mars", "storm", "`state`: expected the states of a rule.* got `MarsState`"),
@@ -385,7 +387,7 @@ class SettingsTest(parameterized.TestCase):
         _, after = _traced(_SETTINGS[wanted](), state, params)
         trees.assert_same_types(after, jax.eval_shape(lambda: state))
 
-    @parameterized.parameters(("schedule", "mars"), ("without", "none"))
+    @parameterized.parameters(("schedule", "all"), ("without", "none"))
     def test_what_a_state_cannot_show_goes_on(self, saved: str, wanted: str):
         params = _small()
         state = _SETTINGS[saved]().init(params)
@@ -441,7 +443,6 @@ class CheckpointTest(parameterized.TestCase):
             ("amsgrad", 3, "opt_state/nu_max/bias"),
             ("bfloat16", 3, "opt_state/mu/bias"),
             ("mars", 4, "opt_state/mu/kernel"),
-            ("schedule", 3, "opt_state/links/matrix/1/count"),
         ):
             found = difference(saved, template(name, rows))
             self.assertIsNotNone(found, name)

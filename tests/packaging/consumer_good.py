@@ -103,6 +103,10 @@ rounded = mars_optax.stochastic_apply_updates(params, grads, jax.random.key(0))
 
 
 States = (
+    mars_optax.MarsState,
+    mars_optax.MarsLionState,
+    mars_optax.MarsShampooState,
+    mars_optax.MarsMState,
     mars_optax.ScaleByMarsState,
     mars_optax.ScaleByMarsLionState,
     mars_optax.ScaleByMarsMState,
