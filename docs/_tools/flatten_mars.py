@@ -34,7 +34,8 @@ def flattened() -> str:
     text = _DIRECTIVE.sub(
         lambda match: f"\n\n{functions(_SOURCES / match[1], match[2].split())}\n", template
     )
-    text = re.sub(rf"\b(?:{'|'.join(modules)})\.(?=\w)", "", text)
+    # A decorator such as `@root.defjvp` is of a function that has its module's name.
+    text = re.sub(rf"(?<!@)\b(?:{'|'.join(modules)})\.(?=\w)", "", text)
     return re.sub(r"\n{4,}", "\n\n\n", text)
 
 

@@ -97,7 +97,7 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
       leaf   shape  dtype   rule   axes       state bytes
       bias   (4,)   float32 vector -                   32
       kernel (8, 4) float32 matrix in=0 out=1         384
-      total: 1 matrix, 1 vector, 0 frozen; parameters 144 bytes, state 424 bytes
+      total: 1 matrix, 1 vector, 0 frozen; parameters 144 bytes, state 420 bytes
     """
     checks.transformation("tx", tx)
     checks.arrays(params, "Parameter")

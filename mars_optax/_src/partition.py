@@ -301,7 +301,7 @@ def dimension_numbers_by_path(
       blocks/bias    (3, 8)    float32  vector  -                           192
       blocks/kernel  (3, 8, 8) float32  matrix  in=1 out=2 batch=0         1536
       embed          (100, 8)  float32  vector  -                          6400
-      total: 1 matrix, 2 vector, 0 frozen; parameters 4064 bytes, state 8136 bytes
+      total: 1 matrix, 2 vector, 0 frozen; parameters 4064 bytes, state 8132 bytes
     """
     if default not in _DEFAULTS:
         raise ValueError(

@@ -189,7 +189,10 @@ def by_partitioner(
 _stacks_p: Final[Any] = Primitive("mars_optax_stacks")
 _stacks_p.multiple_results = True
 _stacks_p.def_impl(lambda *args, whole, call: jaxpr_as_fun(call)(*args))
-_stacks_p.def_abstract_eval(lambda *avals, whole, call: call.out_avals)
+
+
+def _abstract(*avals: Any, whole: Any, call: Any) -> list[Any]:
+    return [x.update(dtype=y.dtype) for x, y in zip(avals, call.out_avals, strict=False)]
 
 
 def _lower(ctx: Any, *args: Any, whole: Any, call: Any) -> Any:
@@ -199,6 +202,7 @@ def _lower(ctx: Any, *args: Any, whole: Any, call: Any) -> Any:
     return lowered(ctx, *args)
 
 
+_stacks_p.def_abstract_eval(_abstract)
 mlir.register_lowering(_stacks_p, _lower)
 
 

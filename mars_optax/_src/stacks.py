@@ -64,7 +64,9 @@ def _leaf(stack: jax.Array, like: jax.Array, axes: partition.Axes) -> jax.Array:
 
 def _key(i: int, stack: jax.Array) -> Any:
     """What leaves have in common that share a stack."""
-    kind = (stack.shape[1:], str(stack.dtype))
+    # Inside a shard_map, joined leaves would vary over the axes of all.
+    varying = getattr(jax.typeof(stack), "vma", frozenset())
+    kind = (stack.shape[1:], str(stack.dtype), varying)
     if spread.explicit_mesh(stack) is not None:
         spec = tuple(jax.typeof(stack).sharding.spec)
         # Matrices that lie on different devices stay there.

@@ -48,4 +48,6 @@ def bias_correction(decay: Any, count: jax.Array) -> jax.Array:
 
     Compiled: an eager power with a concrete exponent is compiled anew for every count.
     """
-    return jnp.subtract(1, decay ** count.astype(jnp.result_type(decay)))
+    # A float to an integer's power is meant, also where promotion is strict.
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.subtract(1, decay**count)
