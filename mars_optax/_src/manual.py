@@ -39,11 +39,11 @@ def sharded(x: Any, spec: Any, dims: Sequence[int], path: tuple[Any, ...], what:
     if not manual:
         return [()] * len(dims)
     if spec is None:
-        varying = _varying(x)
-        if not varying and _is_checked(manual[0]):
+        varied = varying(x)
+        if not varied and _is_checked(manual[0]):
             # The same on every device.
             return [()] * len(dims)
-        over = f"varies over the mesh axes {sorted(varying)}" if varying else "may be a part"
+        over = f"varies over the mesh axes {sorted(varied)}" if varied else "may be a part"
         raise ValueError(
             f"`{ARGUMENT}`: expected the partition specs of the parameters, got None, and leaf "
             f"'{checks.path_string(path)}' {over} inside a shard_map, where {what} cannot know "
@@ -126,10 +126,10 @@ def _manual_axes() -> list[str]:
 
 def _is_checked(name: str) -> bool:
     """Whether this shard_map keeps track of what varies: its own index does, if so."""
-    return bool(_varying(jax.lax.axis_index(name)))
+    return bool(varying(jax.lax.axis_index(name)))
 
 
-def _varying(x: Any) -> frozenset[str]:
+def varying(x: Any) -> frozenset[str]:
     """The mesh axes over which the type of an array says that it varies."""
     kind: Any = jax.typeof(x)
     if hasattr(kind, "vma"):  # before JAX 0.10

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from mars_optax._src import partition, spread
+from mars_optax._src import manual, partition, spread
 from mars_optax._src.kernels import shards
 
 # Elements of a stack: so many fill a GPU many times over, and two or three arrays of this size are
@@ -65,8 +65,7 @@ def _leaf(stack: jax.Array, like: jax.Array, axes: partition.Axes) -> jax.Array:
 def _key(i: int, stack: jax.Array) -> Any:
     """What leaves have in common that share a stack."""
     # Inside a shard_map, joined leaves would vary over the axes of all.
-    varying = getattr(jax.typeof(stack), "vma", frozenset())
-    kind = (stack.shape[1:], str(stack.dtype), varying)
+    kind = (stack.shape[1:], str(stack.dtype), manual.varying(stack))
     if spread.explicit_mesh(stack) is not None:
         spec = tuple(jax.typeof(stack).sharding.spec)
         # Matrices that lie on different devices stay there.
