@@ -63,6 +63,7 @@ def _is_plainly(value: Any, default: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A setting on one line; of a function, its name."""
+    """A setting on one short line; of a function, its name."""
     name = str(getattr(value, "__qualname__", "")).replace(".<locals>", "")
-    return name or " ".join(repr(value).split())
+    text = name or " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -136,7 +136,8 @@ def scale_by_mars(
       implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
         ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
       eps_root: :math:`\varepsilon_\mathrm{root}` >= 0, inside the root. Derivatives through steps
-        are finite without it, too: where :math:`v_t` is 0, that of its root is taken for 0.
+        are finite without it, too, if `prev_grad_dtype` has at least 16 bits: where :math:`v_t` is
+        0, that of its root is taken for 0.
 
     Returns:
       A transformation with state :class:`ScaleByMarsState`. Complex leaves follow Optax: :math:`v`
