@@ -13,7 +13,7 @@ from mars_optax._src.leaf import precision
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A rule with what follows it, whose state is that of their :func:`optax.chain`.
+    """A rule with what follows it; its state is a tuple of theirs, as :func:`optax.chain` keeps it.
 
     Attributes:
       rule: The transformation, with its `step`.

@@ -35,8 +35,8 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
 
     Args:
       name: The public name, for errors.
-      state_type: The state, with the fields `count`, `prev_grad`, `prev_params` and those of
-        `moments`.
+      state_type: The state, with the fields `count`, `prev_grad`, `prev_grad_scale`,
+        `prev_params` and those of `moments`.
       step: The elementwise update of one leaf, see :data:`run.Step`.
       moments: The moving averages in the order in which `step` takes them, and how each begins.
       scalars: The hyperparameters of `step` at a count that starts at 1.
