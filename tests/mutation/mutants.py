@@ -232,8 +232,8 @@ _LEAF: Final = (
     Mutant(
         "bias_correction_late",
         "leaf/momentum.py",
-        "decay ** count.astype",
-        "decay ** (count + 1).astype",
+        "decay**count",
+        "decay ** (count + 1)",
         "bias corrections are one step ahead",
         (MARS_0,),
     ),
