@@ -1,12 +1,14 @@
 """MARS: variance-reduced optimizers for JAX, as Optax gradient transformations."""
 
+from mars_optax._src.adaptive import AdaptiveGamma, AdaptiveGammaState
 from mars_optax._src.describe import Description, LeafDescription, describe
 from mars_optax._src.diagnose import diagnose
 from mars_optax._src.fused import fused_step
-from mars_optax._src.links import CorrectGradientsState, clip_by_leaf_norm, correct_gradients
+from mars_optax._src.links import clip_by_leaf_norm, correct_gradients
 from mars_optax._src.orthogonalize import orthogonalize
 from mars_optax._src.partition import dimension_numbers_by_path
 from mars_optax._src.rounding import stochastic_apply_updates
+from mars_optax._src.states import CorrectGradientsState
 from mars_optax._src.variants.adamw import MarsState, ScaleByMarsState, mars, scale_by_mars
 from mars_optax._src.variants.lion import (
     MarsLionState,
@@ -26,6 +28,8 @@ from mars_optax._src.wrappers import cautious, ignore_absent_gradients
 from mars_optax._version import __version__ as __version__
 
 __all__ = [
+    "AdaptiveGamma",
+    "AdaptiveGammaState",
     "CorrectGradientsState",
     "Description",
     "LeafDescription",

@@ -30,6 +30,11 @@ def _numeric(name: str, value: Any, *, or_schedule: bool = False) -> None:
     raise TypeError(f"`{name}`: expected {kinds}, got {value!r}. Pass {kinds}.")
 
 
+def number(name: str, value: Any) -> None:
+    """A number or an array of any value."""
+    _numeric(name, value)
+
+
 def scalar_or_schedule(name: str, value: Any) -> None:
     """A weight decay, or gamma: any number is allowed."""
     _numeric(name, value, or_schedule=True)
@@ -185,6 +190,19 @@ def exact_arguments(params: Any, extra_args: Mapping[str, Any]) -> None:
         raise ValueError(f"`params`: expected the parameters, got None. {advice}")
 
 
+def anchor(updates: Any, extra_args: Mapping[str, Any]) -> None:
+    """The gradients of a new anchor, where `update` gets one, are those of the parameters."""
+    given = extra_args.get("anchor_grad")
+    if given is not None:
+        advice = "Pass gradients of a large batch at `params`, as `jax.grad` returns them."
+        same_shapes("anchor_grad", given, updates, "the gradients", advice)
+    elif "refresh_anchor" in extra_args:
+        raise ValueError(
+            "`anchor_grad`: expected gradients of a large batch at `params` beside "
+            "`refresh_anchor`, got None. Pass both, or none of them."
+        )
+
+
 def same_shapes(name: str, got: Any, like: Any, where: str, advice: str) -> None:
     """A tree from the user has the structure and shapes of another.
 
@@ -308,7 +326,11 @@ def chain_state(state: Any, scalars: Mapping[str, Any], is_masked: bool, name: s
 
 
 def state_fields(
-    state: Any, wanted: Mapping[str, Any], name: str, rows: Sequence[str] = ()
+    state: Any,
+    wanted: Mapping[str, Any],
+    name: str,
+    rows: Sequence[str] = (),
+    free: Sequence[str] = (),
 ) -> None:
     """The trees of a state are those that the settings ask for, with a leaf for each gradient.
 
@@ -317,6 +339,7 @@ def state_fields(
       wanted: The fields, with the gradients that have a leaf there, or None where it is not kept.
       name: The public name, for errors.
       rows: The fields that have one number for each row of a leaf.
+      free: Those of any structure.
     """
     for field, updates in wanted.items():
         tree = getattr(state, field)
@@ -326,6 +349,8 @@ def state_fields(
                 f"`state.{field}`: expected {expected} with these settings of `{name}`, got {got}. "
                 f"{_STATE_ADVICE}"
             )
+        if field in free:
+            continue
         _same_leaves(f"`state.{field}`", tree, updates, "the gradients", _STATE_ADVICE)
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for (path, leaf), grad in zip(leaves, jax.tree.leaves(updates), strict=True):

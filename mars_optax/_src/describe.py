@@ -116,12 +116,14 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         size = _nbytes(leaf)
         state_bytes += size
-        # A buffer of a parameter has the parameter's path behind the state's own, and its rank; a
-        # counter may have both, but is no buffer.
+        # A buffer has its parameter's path behind a field of a state, as a hyperparameter may.
         owners = [
             p
-            for p, param in flat
-            if path[len(path) - len(p) :] == p and jnp.ndim(leaf) == jnp.ndim(param)
+            for p, _ in flat
+            if any(
+                path[i : i + len(p)] == p and _is_field(path[i - 1])
+                for i in range(1, len(path) - len(p) + 1)
+            )
         ]
         if owners and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             owned[max(owners, key=len)] += size
@@ -154,6 +156,10 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
 def _row(leaf: LeafDescription) -> tuple[str, ...]:
     axes = partition.axes_of_leaf(leaf.axes, leaf.shape)
     return (leaf.path, str(leaf.shape), leaf.dtype, leaf.rule, str(axes), str(leaf.state_bytes))
+
+
+def _is_field(key: Any) -> bool:
+    return isinstance(key, jax.tree_util.GetAttrKey) and "hyperparams" not in key.name
 
 
 def _nbytes(leaf: Any) -> int:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, states, types
+from mars_optax._src import checks, states
+from mars_optax._src.adaptive import AdaptiveGamma, AdaptiveGammaState, Gamma
 from mars_optax._src.leaf import correction, precision
 from mars_optax._src.leaf.root import root
 
@@ -15,7 +16,7 @@ def diagnose(
     grads: optax.Updates,
     state: optax.OptState,
     *,
-    gamma: types.ScalarOrSchedule = 0.025,
+    gamma: Gamma = 0.025,
     b1: jax.typing.ArrayLike = 0.95,
     max_norm: jax.typing.ArrayLike | None = 1.0,
 ) -> dict[str, jax.Array]:
@@ -33,7 +34,8 @@ def diagnose(
     - ``cosine``: of :math:`g_t` with :math:`g_{t-1}`; 0 where one of them is 0, as before the first
       step;
     - ``correction_share``: :math:`\lVert k (g_t - g_{t-1}) \rVert / \lVert c_t \rVert`; 0 where
-      :math:`c_t` is.
+      :math:`c_t` is;
+    - ``gamma``, of an :class:`AdaptiveGamma`: the mean over all matrices.
 
     What cannot be known is left out: all but the first where no leaf keeps a previous gradient
     (exact mode, ``keep_prev_grad=False``, no correction), ``clip_fraction`` where `max_norm` is
@@ -43,7 +45,7 @@ def diagnose(
     Args:
       grads: The gradients, as `update` will get them.
       state: A state of this package, however nested in those of Optax's wrappers.
-      gamma: As the optimizer was given it: a number, or a schedule of the state's count.
+      gamma: As the optimizer was given it: a number, a schedule of the state's count, or a rule.
       b1: As the optimizer was given it, in [0, 1).
       max_norm: As the optimizer was given it, > 0 or None.
 
@@ -72,26 +74,36 @@ def diagnose(
       cosine: 1.000
       gradient_norm: 0.600
     """
-    checks.scalar_or_schedule("gamma", gamma)
+    rule = gamma if isinstance(gamma, AdaptiveGamma) else None
+    if rule is None:
+        checks.scalar_or_schedule("gamma", gamma)
     checks.decay_rate("b1", b1)
     checks.max_norm(max_norm)
     checks.arrays(grads, "Gradient")
     by_path = dict(jax.tree_util.tree_leaves_with_path(grads))
     zero = jnp.zeros([], jnp.float32)
-    g_g = p_p = g_p = d_d = c_c = clipped = zero
-    leaves = 0
+    g_g = p_p = g_p = d_d = c_c = clipped = gammas = zero
+    leaves = matrices = 0
     for node in states.with_previous_gradient(state):
-        value = gamma(node.count) if callable(gamma) else gamma
-        k = precision.widen_scalar(correction.correction_coefficient(value, b1), jnp.float32)
+        value: Any = gamma(node.count) if callable(gamma) else gamma
+        rules = dict(
+            jax.tree_util.tree_leaves_with_path(
+                None if rule is None else node.gamma_state, is_leaf=_is_gamma_state
+            )
+        )
         for path, stored in states.previous_gradients(node).items():
             if path not in by_path:
                 continue
             leaves += 1
             g, p = _float32(by_path[path]), _float32(stored)
-            added = k * (g - p)
-            squares = _inner(g + added, g + added)
+            if rule is not None:
+                value = rule.gamma(rules[path]).astype(jnp.float32)
+                gammas, matrices = gammas + jnp.sum(value), matrices + value.size
+            k = precision.widen_scalar(correction.correction_coefficient(value, b1), jnp.float32)
+            c = correction.corrected_gradient(g, p, k)
+            squares = _inner(c, c)
             g_g, p_p, g_p = g_g + _inner(g, g), p_p + _inner(p, p), g_p + _inner(g, p)
-            d_d, c_c = d_d + _inner(added, added), c_c + squares
+            d_d, c_c = d_d + _inner(c - g, c - g), c_c + squares
             if max_norm is not None:
                 clipped += (root(squares) > max_norm).astype(jnp.float32)
     if not leaves:
@@ -105,7 +117,13 @@ def diagnose(
     }
     if max_norm is not None:
         measures["clip_fraction"] = clipped / leaves
+    if rule is not None:
+        measures["gamma"] = gammas / matrices
     return measures
+
+
+def _is_gamma_state(node: Any) -> bool:
+    return isinstance(node, AdaptiveGammaState)
 
 
 def _float32(x: Any) -> jax.Array:

@@ -1,34 +1,29 @@
 """The links of the chain, for any optimizer: correct the gradients, clip them leaf by leaf."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, named, partition, previous, run, trees, types
+from mars_optax._src import checks, manual, named, partition, trees, types
+from mars_optax._src.adaptive import Gamma
+from mars_optax._src.estimator import Estimator
 from mars_optax._src.leaf import clipping, precision
-
-
-class CorrectGradientsState(NamedTuple):
-    """State of :func:`correct_gradients`; trees are of the parameters' structure, or None."""
-
-    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
-    prev_grad: optax.Updates | None  # in approximate mode, dtype=prev_grad_dtype or the parameter's
-    prev_grad_scale: optax.Updates | None  # of an 8-bit prev_grad: float32, one for each row
-    prev_params: optax.Params | None  # in exact mode and STORM, dtype=the parameter's
-    prev_corrected: optax.Updates | None  # c of STORM, dtype=prev_grad_dtype or the parameter's
+from mars_optax._src.states import CorrectGradientsState
 
 
 @named.named
 def correct_gradients(
-    gamma: types.ScalarOrSchedule = 0.025,
+    gamma: Gamma = 0.025,
     b1: jax.typing.ArrayLike = 0.95,
     *,
-    correction: Literal["approx", "exact", "storm"] = "approx",
+    correction: types.Correction = "approx",
     first_step: types.FirstStep = "zeros",
     prev_grad_dtype: types.DType = None,
     correction_clip: jax.typing.ArrayLike | None = None,
+    alpha: types.ScalarOrSchedule = 1.0,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adds the scaled gradient correction of MARS to the gradients, in front of any optimizer.
 
@@ -100,31 +95,24 @@ def correct_gradients(
       Cutkosky and Orabona, `Momentum-Based Variance Reduction in Non-Convex SGD
       <https://arxiv.org/abs/1905.10018>`_, 2019, Algorithm 1, for STORM.
     """
-    checks.choice("correction", correction, ("approx", "exact", "storm"))
-    checks.max_norm(correction_clip, name="correction_clip")
-    is_storm = correction == "storm"
-    if is_storm:
-        checks.recursive_dtype("prev_grad_dtype", prev_grad_dtype)
-    source = previous.PreviousGradient(
+    source = Estimator(
         gamma,
         b1,
-        "exact" if is_storm else correction,
-        "no_correction" if is_storm else first_step,
+        correction,
+        first_step,
         prev_grad_dtype,
+        alpha=alpha,
+        correction_clip=correction_clip,
     )
 
-    kept = {**source.kept, "prev_corrected": is_storm}
+    def axes_of(tree: Any) -> Any:
+        return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_from_rank_2)
 
     def init_fn(params: optax.Params) -> CorrectGradientsState:
         checks.inexact_leaves(params)
-        partition.record_axes(
-            partition.resolve_axes(None, params, default=partition.matrix_from_rank_2)
-        )
-        return CorrectGradientsState(
-            count=jnp.zeros([], jnp.int32),
-            prev_corrected=previous.zeros(params, source.dtype) if is_storm else None,
-            **source.init(params),
-        )
+        axes = axes_of(params)
+        partition.record_axes(axes)
+        return CorrectGradientsState(jnp.zeros([], jnp.int32), **source.init(params, axes))
 
     def update_fn(
         updates: optax.Updates,
@@ -132,44 +120,10 @@ def correct_gradients(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, CorrectGradientsState]:
-        checks.state_type(state, CorrectGradientsState, "correct_gradients")
-        field = "prev_grad" if kept["prev_grad"] else "prev_params"
-        if getattr(state, field) is not None:
-            checks.gradients(updates, getattr(state, field), f"`state.{field}`")
-        wanted = {field: updates if is_kept else None for field, is_kept in kept.items()}
-        checks.state_fields(state, wanted, "correct_gradients", previous.PER_ROW)
-        wide = jax.tree.map(precision.widen, updates)
-        prev_grad = source.gradients(updates, state, params, extra_args)
-        if is_storm:
-            # c = g + (1 - gamma) (c_prev - g_prev), and c = g at the first step.
-            coefficient = jnp.where(state.count == 0, 0.0, 1 - source.gamma_at(state.count))
-            minuend = state.prev_corrected
-        else:
-            coefficient = source.coefficient(state.count)
-            minuend = wide
-
-        def added(x: jax.Array, prev_grad: jax.Array, grad: jax.Array) -> jax.Array:
-            dtype = precision.compute_dtype(x, prev_grad, grad)
-            difference = precision.widen(x, dtype) - precision.widen(prev_grad, dtype)
-            return jnp.multiply(precision.widen_scalar(coefficient, dtype), difference)
-
-        corrections = jax.tree.map(added, minuend, prev_grad, wide)
-        if correction_clip is not None:
-            specs = manual.specs_of(extra_args, updates)
-            manual.require_whole(updates, specs, "`correction_clip`")
-            squares = jnp.asarray(optax.tree.norm(corrections, squared=True))
-            factor = clipping.factor_of_squares(squares, correction_clip)
-            corrections = jax.tree.map(
-                lambda x: x * precision.widen_scalar(factor, precision.compute_dtype(x)),
-                corrections,
-            )
-        corrected = jax.tree.map(jnp.add, wide, corrections)
-        new_state = CorrectGradientsState(
-            count=optax.safe_increment(state.count),
-            prev_corrected=previous.copies(corrected, like=state.prev_corrected),
-            **source.advance(updates, state, params),
-        )
-        return run.narrow(corrected, updates), new_state
+        source.check(updates, state, CorrectGradientsState, "correct_gradients")
+        estimate, fields = source.estimate(updates, state, params, extra_args, axes_of(updates))
+        corrected = trees.narrow(estimate.tree(updates), updates)
+        return corrected, CorrectGradientsState(optax.safe_increment(state.count), **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -240,12 +194,13 @@ def clip_by_leaf_norm(
         wide = jax.tree.map(precision.widen, updates)
         squares = [clipping.squares(x, a.of_one_norm) for x, a in trees.rows((wide, axes))]
         specs = manual.specs_of(extra_args, updates)
-        squares = run.sum_shards(squares, updates, axes, specs)
-        factors = [
-            clipping.factor_of_squares(x, precision.widen_scalar(max_norm, x.dtype))
-            for x in squares
+        clipped = [
+            x * clipping.factor_of_squares(n, precision.widen_scalar(max_norm, n.dtype))
+            for x, n in zip(
+                jax.tree.leaves(wide), manual.sum_parts(squares, updates, axes, specs), strict=True
+            )
         ]
-        clipped = [x * factor for x, factor in zip(jax.tree.leaves(wide), factors, strict=True)]
-        return run.narrow(jax.tree.unflatten(jax.tree.structure(updates), clipped), updates), state
+        clipped = jax.tree.unflatten(jax.tree.structure(updates), clipped)
+        return trees.narrow(clipped, updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -135,3 +135,14 @@ def varying(x: Any) -> frozenset[str]:
     if hasattr(kind, "vma"):  # before JAX 0.10
         return frozenset(kind.vma)
     return frozenset(kind.manual_axis_type.varying)
+
+
+def sum_parts(values: Sequence[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:
+    """Sums over each matrix of a tree, each added over the devices that hold a part of it."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    rows = trees.rows((tree, specs, axes))
+    names = [
+        tuple(n for part in sharded(x, s, a.of_one_norm, path, "a norm") for n in part)
+        for path, (x, s, a) in zip(paths, rows, strict=True)
+    ]
+    return sums(values, names)

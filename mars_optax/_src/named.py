@@ -20,6 +20,7 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
       step: Of a rule, ``(updates, state, finish, extra_args) -> (new parameters, new state)``, with
         what follows the directions as `finish`.
       kept: Of a rule, its state with True in the place of each field that the settings keep.
+      estimator: Of a rule, its :class:`Estimator`.
       fused_step: Of an optimizer, ``(updates, state, params, extra_args) -> (new parameters, new
         state)``.
       made_by: The name of the public function that made it, and the arguments that it was given.
@@ -27,6 +28,7 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
     step: Callable[..., tuple[Any, Any]] | None = None
     kept: Any = None
+    estimator: Any = None
     fused_step: Callable[..., tuple[Any, Any]] | None = None
     made_by: tuple[str, dict[str, Any]] | None = None
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from mars_optax._src import checks, manual, partition, spread, stacks, trees, types
 from mars_optax._src.leaf import newton_schulz, precision
@@ -77,14 +78,18 @@ class Orthogonalization:
         return spread.laid_out(axes.from_stack(result, x.shape), x)
 
 
-def matrix_directions(
-    orthogonalization: Orthogonalization, factor: Callable[[int, int], float], divisor: Any = None
-) -> Callable[[Any, Any, Any], Any]:
+def transformation(
+    orthogonalization: Orthogonalization,
+    factor: Callable[[int, int], float],
+    weight_dimension_numbers: types.WeightDimensionNumbers,
+    divisor: Any = None,
+) -> optax.GradientTransformationExtraArgs:
     """The directions of matrices from their momenta: orthogonalized, then scaled by their shapes.
 
     Args:
       orthogonalization: The iteration.
       factor: The scale, from the sizes (in, out) of a matrix.
+      weight_dimension_numbers: The axes of the matrices.
       divisor: What the momenta are divided by before, if anything.
     """
 
@@ -93,9 +98,16 @@ def matrix_directions(
             momentum /= precision.widen_scalar(divisor, precision.compute_dtype(momentum))
         return momentum
 
-    def directions(momenta: Any, axes: Any, specs: Any) -> Any:
+    def update_fn(
+        momenta: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params
+        axes = partition.resolve_axes(weight_dimension_numbers, momenta, partition.matrix_at_rank_2)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(momenta)]
-        rows = trees.rows((momenta, axes, specs))
+        rows = trees.rows((momenta, axes, manual.specs_of(extra_args, momenta)))
         all_axes = [a for _, a, _ in rows]
         dims = [a.reduction + a.output for a in all_axes]
         # Inside a shard_map a device may hold a part of a matrix, and its shape is not that.
@@ -113,9 +125,9 @@ def matrix_directions(
             manual.part(y, x, d, n)
             for y, (x, _, _), d, n in zip(scaled, rows, dims, names, strict=True)
         ]
-        return jax.tree.unflatten(jax.tree.structure(momenta), parts)
+        return jax.tree.unflatten(jax.tree.structure(momenta), parts), state
 
-    return directions
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 
 
 def orthogonalize(

@@ -1,84 +1,77 @@
-"""What all variants have in common: state, correction, clip, step, and their order."""
+"""What all variants have in common: estimator, clip, step, preconditioner, and their order."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, named, partition, previous, run, types
+from mars_optax._src import checks, manual, named, partition, run, trees, types
+from mars_optax._src.estimator import Estimator
 from mars_optax._src.leaf import quantization
 
+Moments = Mapping[str, Callable[[optax.Params], Any]]
 
-def variance_reduced(  # noqa: D417 (the others are told of where users read)
+
+def rule(
     name: str,
     state_type: type,
-    step: run.Step,
+    settings: Mapping[str, Any],
     *,
-    moments: Mapping[str, Callable[[optax.Params], Any]],
-    scalars: Callable[[jax.Array], Mapping[str, Any]],
-    gamma: types.ScalarOrSchedule,
-    b1: jax.typing.ArrayLike,
-    max_norm: jax.typing.ArrayLike | None,
-    correction: types.Correction,
-    first_step: types.FirstStep,
-    prev_grad_dtype: types.DType,
-    keep_prev_grad: bool,
-    weight_dimension_numbers: types.WeightDimensionNumbers,
-    implementation: types.Implementation | None,
-    matrix_directions: Callable[[Any, Any, Any], Any] | None = None,
+    step: run.Step = lambda c, grad: (c,),
+    moments: Moments | None = None,
+    scalars: Callable[[jax.Array], Mapping[str, Any]] = lambda count: {},
+    inner: optax.GradientTransformation | None = None,
+    default: partition.DefaultRule = partition.matrix_from_rank_2,
 ) -> named.Transformation:
     """Builds a variant's transformation.
 
-    The arguments not told of here are those of the same name of the public functions.
-
     Args:
       name: The public name, for errors.
-      state_type: The state, with the fields `count`, `prev_grad`, `prev_grad_scale`,
-        `prev_params` and those of `moments`.
-      step: The elementwise update of one leaf, see :data:`run.Step`.
+      state_type: The state, with the fields `count`, `inner_state` where there is an `inner`, those
+        of `moments`, and those that :class:`Estimator` keeps.
+      settings: The arguments that the user gave, by the names of the public functions.
+      step: The elementwise update of one leaf, see :data:`run.Step`; first, c itself.
       moments: The moving averages in the order in which `step` takes them, and how each begins.
       scalars: The hyperparameters of `step` at a count that starts at 1.
-      matrix_directions: Makes the directions of all matrices from those of the step, in at least
-        float32, the leaves' axes and their specs. With it, every leaf must be a matrix.
+      inner: What makes directions of those of the step, in at least float32: any transformation,
+        with any state. It sees all leaves of a matrix at once.
+      default: Which leaves are matrices where `weight_dimension_numbers` is None. If it takes rank 2
+        alone, every leaf must be a matrix.
     """
+    moments = moments or {}
+    max_norm, numbers = settings["max_norm"], settings["weight_dimension_numbers"]
+    implementation: types.Implementation | None = settings.get("implementation")
     checks.max_norm(max_norm)
-    if not isinstance(correction, previous.Mode):
-        checks.choice("correction", correction, ("approx", "exact", "none"))
     checks.choice("implementation", implementation, (None, "xla", "pallas"))
-    checks.flag("keep_prev_grad", keep_prev_grad)
+    partition.check_spec(numbers)
+    source = Estimator(
+        **{field: settings[key] for field, key in _SETTINGS.items() if key in settings}
+    )
     if max_norm is not None:
-        checks.keeps_prev_grad(keep_prev_grad, f"`max_norm`={max_norm!r}", "None")
-    if correction != "approx":
-        checks.keeps_prev_grad(keep_prev_grad, f"`correction`={correction!r}", "'approx'")
-    if prev_grad_dtype is not None:
-        checks.keeps_prev_grad(keep_prev_grad, f"`prev_grad_dtype`={prev_grad_dtype!r}", "None")
-    if not keep_prev_grad:
-        checks.constant_or_schedule(gamma)
-    partition.check_spec(weight_dimension_numbers)
-    mode = correction if keep_prev_grad else "none"
-    source = previous.PreviousGradient(gamma, b1, mode, first_step, prev_grad_dtype)
-    is_matrix_rule = matrix_directions is not None
-    default = partition.matrix_at_rank_2 if is_matrix_rule else partition.matrix_from_rank_2
+        checks.keeps_prev_grad(source.keep_prev_grad, f"`max_norm`={max_norm!r}", "None")
+    if inner is not None:
+        inner = optax.with_extra_args_support(inner)
 
     # A tree without leaves tells which moments these settings keep.
     kept = {moment: zeros(()) is not None for moment, zeros in moments.items()} | source.kept
+    if inner is not None:
+        kept["inner_state"] = True
 
     def axes_of(tree: Any) -> Any:
-        return partition.resolve_axes(weight_dimension_numbers, tree, default)
+        return partition.resolve_axes(numbers, tree, default)
 
     def init_fn(params: optax.Params) -> Any:
         checks.inexact_leaves(params)
         axes = axes_of(params)
-        if is_matrix_rule:
+        if default is partition.matrix_at_rank_2:
             partition.require_matrices(axes, params, name)
         partition.record_axes(axes)
-        return state_type(
-            count=jnp.zeros([], jnp.int32),
-            **source.init(params),
-            **{moment: zeros(params) for moment, zeros in moments.items()},
-        )
+        made = {moment: zeros(params) for moment, zeros in moments.items()}
+        if inner is not None:
+            made["inner_state"] = inner.init(params)
+        return state_type(count=jnp.zeros([], jnp.int32), **source.init(params, axes), **made)
 
     def advance(
         updates: optax.Updates,
@@ -89,55 +82,59 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         finish: run.Finish | None = None,
     ) -> tuple[Any, Any]:
         """The directions, or with `finish` the new parameters, and the new state."""
-        checks.state_type(state, state_type, name)
-        first = next(iter(moments))
-        checks.gradients(updates, getattr(state, first), f"`state.{first}`")
-        wanted = {field: updates if is_kept else None for field, is_kept in kept.items()}
-        checks.state_fields(state, wanted, name, previous.PER_ROW)
+        source.check(updates, state, state_type, name, kept)
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
-        form = {} if keep_prev_grad else {"next_gamma": source.gamma_at(count)}
         specs = manual.specs_of(extra_args, updates)
         if source.dtype is not None and quantization.is_scaled(source.dtype):
             manual.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
+        estimate, fields = source.estimate(updates, state, params, extra_args, axes)
         result, new_moments = run.run_step(
             step,
             updates,
-            source.gradients(updates, state, params, extra_args),
+            estimate,
             tuple(getattr(state, moment) for moment in moments),
-            coefficient=source.coefficient(state.count),
             max_norm=max_norm,
             axes=axes,
             implementation=implementation,
             specs=specs,
-            finish=None if is_matrix_rule else finish,
+            finish=None if inner is not None else finish,
             **scalars(count),
-            **form,
         )
-        if matrix_directions is not None:
-            result = matrix_directions(result, axes, specs)
+        if inner is not None:
+            result, new = inner.update(result, state.inner_state, params, **extra_args)
+            fields["inner_state"] = optax.tree.cast_like(new, state.inner_state)
             result = result if finish is None else finish.tree(result)
-        new_state = state_type(
-            count=count,
-            **source.advance(updates, state, params),
-            **dict(zip(moments, new_moments, strict=True)),
-        )
-        return result, new_state
+        moved = dict(zip(moments, new_moments, strict=True))
+        return result, state_type(count=count, **fields, **moved)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         # Fused with what follows in the user's program, XLA moves fewer bytes than a kernel.
-        executed_by = implementation or "xla"
+        executed_by: types.Implementation = implementation or "xla"
         direction, state = advance(updates, state, params, extra_args, executed_by)
-        return run.narrow(direction, updates), state
+        return trees.narrow(direction, updates), state
 
     def step_fn(
         updates: optax.Updates, state: Any, finish: run.Finish, extra_args: Mapping[str, Any]
     ) -> tuple[optax.Params, Any]:
         return advance(updates, state, finish.params, extra_args, implementation, finish)
 
-    rule = named.Transformation(init_fn, update_fn)
-    rule.step = step_fn
-    rule.kept = state_type(count=True, **kept)
-    return rule
+    result = named.Transformation(init_fn, update_fn)
+    result.step = step_fn
+    result.kept = state_type(count=True, **kept)
+    result.estimator = source
+    return result
+
+
+_SETTINGS: Final = {
+    "gamma": "gamma",
+    "b1": "b1",
+    "mode": "correction",
+    "first_step": "first_step",
+    "dtype": "prev_grad_dtype",
+    "keep_prev_grad": "keep_prev_grad",
+    "alpha": "alpha",
+    "correction_clip": "correction_clip",
+}

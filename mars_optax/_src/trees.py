@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from mars_optax._src.leaf import precision
 
 
 def rows(inputs: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -40,3 +43,50 @@ def map_unzip(
 ) -> tuple[Any, ...]:
     """Maps `fn` over the leaves of `inputs` and returns a tree for each of its results."""
     return unzip([fn(*row) for row in rows(inputs)], outputs)
+
+
+def zeros(params: Any, dtype: Any = None, *, averages_squares: bool = False) -> Any:
+    """A buffer of zeros for each parameter, in its storage dtype."""
+    return jax.tree.map(
+        lambda p: zeros_like(
+            p, precision.storage_dtype(p, dtype, averages_squares=averages_squares)
+        ),
+        params,
+    )
+
+
+def zeros_like(p: Any, dtype: Any) -> jax.Array:
+    """Zeros that lie on the devices as `p` does, but in their memory where `p` is in the host's."""
+    zero = jnp.zeros_like(p, dtype=dtype)
+    if not isinstance(p, jax.core.Tracer) or precision.host_memory_of(p) is not None:
+        return zero
+    # Under jit on a mesh of automatic axes a constant would be whole on every device: the operand
+    # that is never chosen tells the compiler where to put it.
+    like = p if jnp.iscomplexobj(zero) else jnp.real(p)
+    return jnp.where(jnp.zeros_like(p, dtype=bool), like.astype(zero.dtype), zero)
+
+
+def copies(tree: Any, like: Any) -> Any:
+    """Copies of the leaves of `tree`, in the dtypes of `like`; None where `like` is None.
+
+    Kept by reference, an eager gradient and the state would be one buffer, and donating both, or
+    overwriting the gradient in place, would fail. Under jit a copy costs nothing.
+    """
+    if like is None:
+        return None
+    return jax.tree.map(lambda x, y: precision.copied(x, jnp.result_type(y)), tree, like)
+
+
+def choose(predicate: Any, tree: Any, other: Any) -> Any:
+    """The leaves of one of two trees, in at least float32."""
+
+    def on_leaf(x: Any, y: Any) -> jax.Array:
+        dtype = precision.compute_dtype(x, y)
+        return jnp.where(predicate, precision.widen(x, dtype), precision.widen(y, dtype))
+
+    return jax.tree.map(on_leaf, tree, other)
+
+
+def narrow(tree: Any, like: Any) -> Any:
+    """`tree` in the dtypes of `like`, whose leaves may be Python numbers."""
+    return jax.tree.map(lambda x, y: x.astype(jnp.result_type(y)), tree, like)

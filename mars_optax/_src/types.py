@@ -8,7 +8,7 @@ import optax
 
 ScalarOrSchedule: TypeAlias = jax.typing.ArrayLike | optax.Schedule
 DType: TypeAlias = Any  # whatever `jnp.dtype` accepts, best as a string
-Correction: TypeAlias = Literal["approx", "exact", "none"]
+Correction: TypeAlias = Literal["approx", "exact", "none", "storm", "svrg", "sarah"]
 FirstStep: TypeAlias = Literal["zeros", "no_correction"]
 SecondMoment: TypeAlias = Literal["corrected", "gradient"]
 Implementation: TypeAlias = Literal["xla", "pallas"]

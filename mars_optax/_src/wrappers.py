@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, named, run, states
+from mars_optax._src import checks, manual, named, states, trees
 from mars_optax._src.leaf import precision
 
 
@@ -83,7 +83,7 @@ def cautious(
             specs = manual.specs_of(extra_args, updates)
             manual.require_whole(updates, specs, f"`cautious` with {rescale=}")
         direction, state = inner.update(updates, state, params, **extra_args)
-        return run.narrow(jax.tree.map(masked, direction, updates), direction), state
+        return trees.narrow(jax.tree.map(masked, direction, updates), direction), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 

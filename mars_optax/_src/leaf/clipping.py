@@ -8,9 +8,14 @@ import jax.numpy as jnp
 from mars_optax._src.leaf import precision
 
 
+def inner(x: jax.Array, y: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The real part of <x, y> over `axes`, which are kept with length 1."""
+    return jnp.sum(jnp.real(x * jnp.conj(y)), axis=axes, keepdims=True)
+
+
 def squares(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """||x||^2 over `axes`, which are kept with length 1."""
-    return jnp.sum(jnp.real(x * jnp.conj(x)), axis=axes, keepdims=True)
+    """||x||^2 over `axes`."""
+    return inner(x, x, axes)
 
 
 def factor_of_squares(squares: jax.Array, max_norm: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The corrected gradient c = g + k (g - g_prev), k = gamma b1 / (1 - b1)."""
+"""The corrected gradient c = g + k (a - b), in the one place that computes it."""
 
 from typing import Any
 
@@ -14,11 +14,20 @@ def correction_coefficient(gamma: Any, b1: Any) -> Any:
 
 
 def corrected_gradient(
-    grad: jax.Array, prev_grad: jax.Array | None, coefficient: Any, clip: jax.Array | None = None
+    grad: jax.Array,
+    prev_grad: jax.Array | None,
+    coefficient: Any,
+    estimate: jax.Array | None = None,
 ) -> jax.Array:
-    """Equation (3.10) of the paper, and (3.5) where the factor of the clip is known already.
+    """Equation (3.10) of the paper, whose difference is that of the gradient to the previous one.
 
-    Without a previous gradient there is no correction, without a factor no clip.
+    Recursive estimators and those with an anchor have an estimate of the gradient where the
+    previous gradient is taken, and add its difference to that. Without a previous gradient there is
+    no correction.
     """
-    c = grad if prev_grad is None else grad + coefficient * (grad - prev_grad)
-    return c if clip is None else c * clip
+    if prev_grad is None:
+        return grad
+    corrected: jax.Array = grad + coefficient * (
+        (grad if estimate is None else estimate) - prev_grad
+    )
+    return corrected

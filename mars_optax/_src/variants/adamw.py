@@ -1,59 +1,100 @@
 """MARS-AdamW: Adam's direction computed from the corrected gradient."""
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import assembly, checks, named, partition, previous, transformation, types
+from mars_optax._src import assembly, checks, named, partition, transformation, trees, types
+from mars_optax._src.adaptive import Gamma
 from mars_optax._src.leaf import precision
-from mars_optax._src.leaf.correction import corrected_gradient
-from mars_optax._src.leaf.momentum import bias_correction, momentum_step
+from mars_optax._src.leaf.momentum import bias_correction
 from mars_optax._src.leaf.root import root
+from mars_optax._src.states import State
 
 
-class ScaleByMarsState(NamedTuple):
-    """State of :func:`scale_by_mars`; each tree has the structure of the parameters, or is None."""
+class ScaleByMarsState(State):
+    """State of :func:`scale_by_mars`."""
 
-    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
-    mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
-    nu: optax.Updates  # average of |c|^2, real, dtype=nu_dtype or at least float32
-    prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
-    prev_grad_scale: optax.Updates | None  # of an 8-bit prev_grad: float32, one for each row
-    prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
-    nu_max: optax.Updates | None  # largest nu so far, as nu
+    __slots__ = ()
 
 
 def adamw_step(
+    c: jax.Array,
     grad: jax.Array,
-    prev_grad: jax.Array | None,
-    clip: jax.Array | None,
     mu: jax.Array,
     nu: jax.Array,
     nu_max: jax.Array | None,
     *,
-    coefficient: Any,
     b1: Any,
     b2: Any,
     eps: Any,
+    eps_root: Any,
     mu_correction: Any,
     nu_correction: Any,
-    nu_of_gradient: bool,
-    eps_root: Any = 0.0,
-    next_gamma: Any = None,
+    nu_of_gradient: bool = False,
+    next_mu_correction: Any = None,
 ) -> tuple[Any, ...]:
-    """Lines 4 to 9 of Algorithm 2 of the paper, without learning rate and decay."""
-    momentum, mu = momentum_step(
-        grad, prev_grad, clip, mu, coefficient=coefficient, b1=b1, next_gamma=next_gamma
-    )
-    squared = grad if nu_of_gradient else corrected_gradient(grad, prev_grad, coefficient, clip)
-    nu = optax.tree.update_moment_per_elem_norm(squared, nu, b2, 2)
+    """Lines 6 to 9 of Algorithm 2 of the paper, without learning rate and decay.
+
+    With `next_mu_correction` it has Nesterov momentum, as :func:`optax.scale_by_adam`.
+    """
+    mu = optax.tree.update_moment(c, mu, b1, 1)
+    nu = optax.tree.update_moment_per_elem_norm(grad if nu_of_gradient else c, nu, b2, 2)
     if nu_max is not None:
         nu_max = jnp.maximum(nu_max, nu)
     nu_hat = (nu if nu_max is None else nu_max) / nu_correction
-    return momentum / mu_correction / (root(nu_hat + eps_root) + eps), mu, nu, nu_max
+    if next_mu_correction is None:
+        momentum = mu / mu_correction
+    else:
+        momentum = b1 * (mu / next_mu_correction) + (1 - b1) * (c / mu_correction)
+    return momentum / (root(nu_hat + eps_root) + eps), mu, nu, nu_max
+
+
+def rule(name: str, settings: Mapping[str, Any], *, nesterov: bool = False) -> Any:
+    """The rule of Adam on an estimator of the gradient."""
+    b1, b2 = settings["b1"], settings["b2"]
+    checks.decay_rate("b2", b2)
+    checks.non_negative("eps", settings["eps"])
+    checks.non_negative("eps_root", settings["eps_root"])
+    amsgrad, second_moment = (
+        settings.get("amsgrad", False),
+        settings.get("second_moment", "corrected"),
+    )
+    checks.flag("amsgrad", amsgrad)
+    checks.choice("second_moment", second_moment, ("corrected", "gradient"))
+    if second_moment != "gradient":
+        keep = settings.get("keep_prev_grad", True)
+        checks.keeps_prev_grad(keep, f"`second_moment`={second_moment!r}", "'gradient'")
+    first = functools.partial(
+        trees.zeros, dtype=checks.recursive_dtype("mu_dtype", settings["mu_dtype"])
+    )
+    second = functools.partial(
+        trees.zeros,
+        dtype=checks.recursive_dtype("nu_dtype", settings.get("nu_dtype")),
+        averages_squares=True,
+    )
+
+    def scalars(count: jax.Array) -> dict[str, Any]:
+        own = {key: settings[key] for key in ("b1", "b2", "eps", "eps_root")}
+        own["mu_correction"] = bias_correction(precision.widen_scalar(b1), count)
+        own["nu_correction"] = bias_correction(precision.widen_scalar(b2), count)
+        if nesterov:
+            following = optax.safe_increment(count)
+            own["next_mu_correction"] = bias_correction(precision.widen_scalar(b1), following)
+        return own
+
+    return transformation.rule(
+        name,
+        ScaleByMarsState,
+        settings,
+        step=functools.partial(adamw_step, nu_of_gradient=second_moment == "gradient"),
+        moments={"mu": first, "nu": second, "nu_max": second if amsgrad else lambda params: None},
+        scalars=scalars,
+    )
 
 
 @named.named
@@ -61,7 +102,7 @@ def scale_by_mars(
     b1: jax.typing.ArrayLike = 0.95,
     b2: jax.typing.ArrayLike = 0.99,
     eps: jax.typing.ArrayLike = 1e-8,
-    gamma: types.ScalarOrSchedule = 0.025,
+    gamma: Gamma = 0.025,
     *,
     max_norm: jax.typing.ArrayLike | None = 1.0,
     correction: types.Correction = "approx",
@@ -75,6 +116,7 @@ def scale_by_mars(
     weight_dimension_numbers: types.WeightDimensionNumbers = None,
     implementation: types.Implementation | None = None,
     eps_root: jax.typing.ArrayLike = 0.0,
+    alpha: types.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates by the rule of MARS-AdamW, for every leaf alike.
 
@@ -171,81 +213,37 @@ def scale_by_mars(
       Remark 3.3. Reference code: ``MARS/optimizers/mars.py``, ``mars_type="mars-adamw"``, of
       https://github.com/AGI-Arena/MARS.
     """
-    checks.decay_rate("b2", b2)
-    checks.non_negative("eps", eps)
-    checks.non_negative("eps_root", eps_root)
-    checks.flag("amsgrad", amsgrad)
-    checks.choice("second_moment", second_moment, ("corrected", "gradient"))
-    if second_moment != "gradient":
-        checks.keeps_prev_grad(keep_prev_grad, f"`second_moment`={second_moment!r}", "'gradient'")
-    first = functools.partial(previous.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
-    second = functools.partial(
-        previous.zeros, dtype=checks.recursive_dtype("nu_dtype", nu_dtype), averages_squares=True
-    )
-
-    def scalars(count: jax.Array) -> dict[str, Any]:
-        return {
-            "b1": b1,
-            "b2": b2,
-            "eps": eps,
-            "eps_root": eps_root,
-            "mu_correction": bias_correction(precision.widen_scalar(b1), count),
-            "nu_correction": bias_correction(precision.widen_scalar(b2), count),
-        }
-
-    return transformation.variance_reduced(
-        "scale_by_mars",
-        ScaleByMarsState,
-        functools.partial(adamw_step, nu_of_gradient=second_moment == "gradient"),
-        moments={"mu": first, "nu": second, "nu_max": second if amsgrad else lambda params: None},
-        scalars=scalars,
-        gamma=gamma,
-        b1=b1,
-        max_norm=max_norm,
-        correction=correction,
-        first_step=first_step,
-        prev_grad_dtype=prev_grad_dtype,
-        keep_prev_grad=keep_prev_grad,
-        weight_dimension_numbers=weight_dimension_numbers,
-        implementation=implementation,
-    )
+    return rule("scale_by_mars", locals())
 
 
-def vector_adamw(
-    b1_1d: jax.typing.ArrayLike,
-    b2_1d: jax.typing.ArrayLike,
-    eps_1d: jax.typing.ArrayLike,
-    *,
-    amsgrad: bool = False,
-    mu_dtype: types.DType = None,
-    nu_dtype: types.DType = None,
-    implementation: types.Implementation | None = None,
-    eps_root_1d: jax.typing.ArrayLike = 0.0,
-) -> optax.GradientTransformationExtraArgs:
-    """Plain Adam for the leaves that are no matrices, without a previous gradient.
+def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Makes plain Adam for the leaves that are no matrices, by the settings of an optimizer.
 
     It is :func:`optax.scale_by_adam`, but for state that keeps its dtypes whatever the gradients'.
     """
-    checks.decay_rate("b1_1d", b1_1d)
-    checks.decay_rate("b2_1d", b2_1d)
-    checks.non_negative("eps_1d", eps_1d)
-    checks.non_negative("eps_root_1d", eps_root_1d)
-    return scale_by_mars(
-        b1_1d,
-        b2_1d,
-        eps_1d,
+    own = {key: settings[f"{key}_1d"] for key in ("b1", "b2", "eps", "eps_root")}
+    for key, default in (("eps", 1e-8), ("eps_root", 0.0)):
+        own[key] = settings.get(key, default) if own[key] is None else own[key]
+    checks.decay_rate("b1_1d", own["b1"])
+    checks.decay_rate("b2_1d", own["b2"])
+    checks.non_negative("eps_1d", own["eps"])
+    checks.non_negative("eps_root_1d", own["eps_root"])
+    shared = {
+        key: settings[key]
+        for key in ("amsgrad", "mu_dtype", "nu_dtype", "implementation")
+        if key in settings
+    }
+    made = scale_by_mars(
+        **own,
+        **shared,
         max_norm=None,
         correction="none",
-        amsgrad=amsgrad,
-        mu_dtype=mu_dtype,
-        nu_dtype=nu_dtype,
         weight_dimension_numbers=partition.no_matrices,
-        implementation=implementation,
-        eps_root=eps_root_1d,
     )
+    return lambda correction: made
 
 
-class MarsState(assembly.OptimizerState):
+class MarsState(State):
     """State of :func:`mars` in which vectors have a rule of their own."""
 
     __slots__ = ()
@@ -257,7 +255,7 @@ def mars(
     b1: jax.typing.ArrayLike = 0.95,
     b2: jax.typing.ArrayLike = 0.99,
     eps: jax.typing.ArrayLike = 1e-8,
-    gamma: types.ScalarOrSchedule = 0.025,
+    gamma: Gamma = 0.025,
     weight_decay: types.ScalarOrSchedule = 0.0,
     mask: types.Mask | None = None,
     *,
@@ -280,6 +278,7 @@ def mars(
     implementation: types.Implementation | None = None,
     eps_root: jax.typing.ArrayLike = 0.0,
     eps_root_1d: jax.typing.ArrayLike | None = None,
+    alpha: types.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-AdamW: AdamW on variance-reduced gradients.
 
@@ -375,48 +374,13 @@ def mars(
       Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 2. Reference code:
       ``MARS/optimizers/mars.py``, ``mars_type="mars-adamw"``, of https://github.com/AGI-Arena/MARS.
     """
+    settings = locals()
     checks.flag("optimize_1d", optimize_1d)
-    checks.non_negative("eps", eps)
-    checks.non_negative("eps_root", eps_root)
-    rule = functools.partial(
-        scale_by_mars,
-        b1,
-        b2,
-        eps,
-        gamma,
-        max_norm=max_norm,
-        first_step=first_step,
-        amsgrad=amsgrad,
-        second_moment=second_moment,
-        mu_dtype=mu_dtype,
-        nu_dtype=nu_dtype,
-        prev_grad_dtype=prev_grad_dtype,
-        keep_prev_grad=keep_prev_grad,
-        implementation=implementation,
-        eps_root=eps_root,
-    )
-    vector_rule = vector_adamw(
-        b1_1d,
-        b2_1d,
-        eps if eps_1d is None else eps_1d,
-        amsgrad=amsgrad,
-        mu_dtype=mu_dtype,
-        nu_dtype=nu_dtype,
-        implementation=implementation,
-        eps_root_1d=eps_root if eps_root_1d is None else eps_root_1d,
-    )
     return assembly.optimizer(
         "mars",
-        rule,
-        None if optimize_1d else lambda correction: vector_rule,
-        correction=correction,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        learning_rate_1d=learning_rate_1d,
-        weight_decay_1d=weight_decay_1d,
-        mask=mask,
-        weight_dimension_numbers=weight_dimension_numbers,
+        scale_by_mars,
+        settings,
+        vector_rule=None if optimize_1d else for_vectors(settings),
         state_type=MarsState,
-        default=partition.matrix_from_rank_2,
         implementation=implementation,
     )

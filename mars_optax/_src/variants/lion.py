@@ -1,25 +1,23 @@
 """MARS-Lion: the sign of the momentum of the corrected gradient."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import assembly, checks, named, partition, previous, transformation, types
+from mars_optax._src import assembly, checks, named, transformation, trees, types
+from mars_optax._src.adaptive import Gamma
 from mars_optax._src.leaf.momentum import momentum_step
+from mars_optax._src.states import MomentumState, State
 from mars_optax._src.variants import adamw
 
 
-class ScaleByMarsLionState(NamedTuple):
-    """State of :func:`scale_by_mars_lion`; each tree has the structure of the parameters."""
+class ScaleByMarsLionState(MomentumState):
+    """State of :func:`scale_by_mars_lion`."""
 
-    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
-    mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
-    prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
-    prev_grad_scale: optax.Updates | None  # of an 8-bit prev_grad: float32, one for each row
-    prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
+    __slots__ = ()
 
 
 def lion_step(*arrays: Any, **scalars: Any) -> tuple[jax.Array, jax.Array]:
@@ -31,7 +29,7 @@ def lion_step(*arrays: Any, **scalars: Any) -> tuple[jax.Array, jax.Array]:
 @named.named
 def scale_by_mars_lion(
     b1: jax.typing.ArrayLike = 0.95,
-    gamma: types.ScalarOrSchedule = 0.025,
+    gamma: Gamma = 0.025,
     *,
     max_norm: jax.typing.ArrayLike | None = 1.0,
     correction: types.Correction = "approx",
@@ -41,6 +39,7 @@ def scale_by_mars_lion(
     keep_prev_grad: bool = True,
     weight_dimension_numbers: types.WeightDimensionNumbers = None,
     implementation: types.Implementation | None = None,
+    alpha: types.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates by the rule of MARS-Lion, for every leaf alike.
 
@@ -102,26 +101,19 @@ def scale_by_mars_lion(
       Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 3. Reference code:
       ``MARS/optimizers/mars.py``, ``mars_type="mars-lion"``, of https://github.com/AGI-Arena/MARS.
     """
-    first = functools.partial(previous.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
-    return transformation.variance_reduced(
+    settings = locals()
+    first = functools.partial(trees.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
+    return transformation.rule(
         "scale_by_mars_lion",
         ScaleByMarsLionState,
-        lion_step,
+        settings,
+        step=lion_step,
         moments={"mu": first},
         scalars=lambda count: {"b1": b1},
-        gamma=gamma,
-        b1=b1,
-        max_norm=max_norm,
-        correction=correction,
-        first_step=first_step,
-        prev_grad_dtype=prev_grad_dtype,
-        keep_prev_grad=keep_prev_grad,
-        weight_dimension_numbers=weight_dimension_numbers,
-        implementation=implementation,
     )
 
 
-class MarsLionState(assembly.OptimizerState):
+class MarsLionState(State):
     """State of :func:`mars_lion` in which vectors have a rule of their own."""
 
     __slots__ = ()
@@ -131,7 +123,7 @@ class MarsLionState(assembly.OptimizerState):
 def mars_lion(
     learning_rate: types.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.95,
-    gamma: types.ScalarOrSchedule = 0.025,
+    gamma: Gamma = 0.025,
     weight_decay: types.ScalarOrSchedule = 0.0,
     mask: types.Mask | None = None,
     *,
@@ -150,6 +142,7 @@ def mars_lion(
     keep_prev_grad: bool = True,
     implementation: types.Implementation | None = None,
     eps_root_1d: jax.typing.ArrayLike | None = None,
+    alpha: types.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-Lion: sign descent on variance-reduced gradients.
 
@@ -220,38 +213,13 @@ def mars_lion(
       Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 3. Reference code:
       ``MARS/optimizers/mars.py``, ``mars_type="mars-lion"``, of https://github.com/AGI-Arena/MARS.
     """
+    settings = locals()
     checks.flag("optimize_1d", optimize_1d)
-    rule = functools.partial(
-        scale_by_mars_lion,
-        b1,
-        gamma,
-        max_norm=max_norm,
-        first_step=first_step,
-        mu_dtype=mu_dtype,
-        prev_grad_dtype=prev_grad_dtype,
-        keep_prev_grad=keep_prev_grad,
-        implementation=implementation,
-    )
-    vector_rule = adamw.vector_adamw(
-        b1_1d,
-        b2_1d,
-        1e-8 if eps_1d is None else eps_1d,
-        mu_dtype=mu_dtype,
-        implementation=implementation,
-        eps_root_1d=0.0 if eps_root_1d is None else eps_root_1d,
-    )
     return assembly.optimizer(
         "mars_lion",
-        rule,
-        None if optimize_1d else lambda correction: vector_rule,
-        correction=correction,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        learning_rate_1d=learning_rate_1d,
-        weight_decay_1d=weight_decay_1d,
-        mask=mask,
-        weight_dimension_numbers=weight_dimension_numbers,
+        scale_by_mars_lion,
+        settings,
+        vector_rule=None if optimize_1d else adamw.for_vectors(settings),
         state_type=MarsLionState,
-        default=partition.matrix_from_rank_2,
         implementation=implementation,
     )

@@ -1,7 +1,6 @@
 """MARS-M: variance reduction for Muon as Moonlight has it."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import optax
@@ -12,29 +11,27 @@ from mars_optax._src import (
     named,
     orthogonalize,
     partition,
-    previous,
     transformation,
+    trees,
     types,
 )
+from mars_optax._src.adaptive import Gamma
 from mars_optax._src.leaf import newton_schulz
 from mars_optax._src.leaf.momentum import momentum_step
+from mars_optax._src.states import MomentumState, State
 from mars_optax._src.variants import adamw
 
 
-class ScaleByMarsMState(NamedTuple):
-    """State of :func:`scale_by_mars_m`; each tree has the structure of the parameters."""
+class ScaleByMarsMState(MomentumState):
+    """State of :func:`scale_by_mars_m`."""
 
-    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
-    mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
-    prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
-    prev_grad_scale: optax.Updates | None  # of an 8-bit prev_grad: float32, one for each row
-    prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
+    __slots__ = ()
 
 
 @named.named
 def scale_by_mars_m(
     b1: jax.typing.ArrayLike = 0.95,
-    gamma: types.ScalarOrSchedule = 0.025,
+    gamma: Gamma = 0.025,
     *,
     max_norm: jax.typing.ArrayLike | None = 1.0,
     correction: types.Correction = "approx",
@@ -49,6 +46,7 @@ def scale_by_mars_m(
     ns_dtype: types.DType = "bfloat16",
     ns_precision: types.Precision = None,
     newton_schulz_fn: types.NewtonSchulzFn | None = None,
+    alpha: types.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates of matrices by the rule of MARS-M.
 
@@ -128,30 +126,29 @@ def scale_by_mars_m(
       <https://arxiv.org/abs/2502.16982>`_, 2025, for the factor. Reference code:
       ``MARS_M/optimizers/mars_m.py`` of https://github.com/AGI-Arena/MARS.
     """
+    settings = locals()
     iteration = orthogonalize.Orthogonalization(
         ns_steps, ns_coeffs, ns_dtype, ns_precision, fn=newton_schulz_fn
     )
-    first = functools.partial(previous.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
-    return transformation.variance_reduced(
+    first = functools.partial(trees.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
+    inner = orthogonalize.transformation(
+        iteration,
+        newton_schulz.rms_factor,
+        weight_dimension_numbers,
+    )
+    return transformation.rule(
         "scale_by_mars_m",
         ScaleByMarsMState,
-        momentum_step,
+        settings,
+        step=momentum_step,
         moments={"mu": first},
         scalars=lambda count: {"b1": b1},
-        matrix_directions=orthogonalize.matrix_directions(iteration, newton_schulz.rms_factor),
-        gamma=gamma,
-        b1=b1,
-        max_norm=max_norm,
-        correction=correction,
-        first_step=first_step,
-        prev_grad_dtype=prev_grad_dtype,
-        keep_prev_grad=keep_prev_grad,
-        weight_dimension_numbers=weight_dimension_numbers,
-        implementation=implementation,
+        inner=inner,
+        default=partition.matrix_at_rank_2,
     )
 
 
-class MarsMState(assembly.OptimizerState):
+class MarsMState(State):
     """State of :func:`mars_m` in which vectors have a rule of their own."""
 
     __slots__ = ()
@@ -161,7 +158,7 @@ class MarsMState(assembly.OptimizerState):
 def mars_m(
     learning_rate: types.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.95,
-    gamma: types.ScalarOrSchedule = 0.025,
+    gamma: Gamma = 0.025,
     weight_decay: types.ScalarOrSchedule = 0.1,
     mask: types.Mask | None = None,
     *,
@@ -184,6 +181,7 @@ def mars_m(
     keep_prev_grad: bool = True,
     implementation: types.Implementation | None = None,
     eps_root_1d: jax.typing.ArrayLike | None = None,
+    alpha: types.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-M: Muon on variance-reduced gradients, at AdamW's scale of updates.
 
@@ -262,41 +260,12 @@ def mars_m(
       <https://arxiv.org/abs/2510.21800>`_, 2025. Reference code: ``MARS_M/optimizers/mars_m.py`` of
       https://github.com/AGI-Arena/MARS.
     """
-    rule = functools.partial(
-        scale_by_mars_m,
-        b1,
-        gamma,
-        max_norm=max_norm,
-        first_step=first_step,
-        mu_dtype=mu_dtype,
-        prev_grad_dtype=prev_grad_dtype,
-        keep_prev_grad=keep_prev_grad,
-        implementation=implementation,
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        ns_precision=ns_precision,
-        newton_schulz_fn=newton_schulz_fn,
-    )
-    vector_rule = adamw.vector_adamw(
-        b1_1d,
-        b2_1d,
-        1e-8 if eps_1d is None else eps_1d,
-        mu_dtype=mu_dtype,
-        implementation=implementation,
-        eps_root_1d=0.0 if eps_root_1d is None else eps_root_1d,
-    )
+    settings = locals()
     return assembly.optimizer(
         "mars_m",
-        rule,
-        lambda correction: vector_rule,
-        correction=correction,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        learning_rate_1d=learning_rate_1d,
-        weight_decay_1d=weight_decay_1d,
-        mask=mask,
-        weight_dimension_numbers=weight_dimension_numbers,
+        scale_by_mars_m,
+        settings,
+        vector_rule=adamw.for_vectors(settings),
         state_type=MarsMState,
         default=partition.matrix_at_rank_2,
         # With kernels steps are 4 percent slower (GPT-2 small, one H200).

@@ -1,7 +1,6 @@
 """MARS-Shampoo: the orthogonalized momentum of the corrected gradient."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import optax
@@ -12,29 +11,27 @@ from mars_optax._src import (
     named,
     orthogonalize,
     partition,
-    previous,
     transformation,
+    trees,
     types,
 )
+from mars_optax._src.adaptive import Gamma
 from mars_optax._src.leaf import newton_schulz, precision
 from mars_optax._src.leaf.momentum import momentum_step
+from mars_optax._src.states import MomentumState, State
 from mars_optax._src.variants import adamw
 
 
-class ScaleByMarsShampooState(NamedTuple):
-    """State of :func:`scale_by_mars_shampoo`; each tree has the structure of the parameters."""
+class ScaleByMarsShampooState(MomentumState):
+    """State of :func:`scale_by_mars_shampoo`."""
 
-    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
-    mu: optax.Updates  # average of c, dtype=mu_dtype or the parameter's
-    prev_grad: optax.Updates | None  # dtype=prev_grad_dtype or the parameter's
-    prev_grad_scale: optax.Updates | None  # of an 8-bit prev_grad: float32, one for each row
-    prev_params: optax.Params | None  # in exact mode, dtype=the parameter's
+    __slots__ = ()
 
 
 @named.named
 def scale_by_mars_shampoo(
     b1: jax.typing.ArrayLike = 0.95,
-    gamma: types.ScalarOrSchedule = 0.025,
+    gamma: Gamma = 0.025,
     *,
     max_norm: jax.typing.ArrayLike | None = 1.0,
     correction: types.Correction = "approx",
@@ -50,6 +47,7 @@ def scale_by_mars_shampoo(
     ns_precision: types.Precision = None,
     newton_schulz_fn: types.NewtonSchulzFn | None = None,
     eps: jax.typing.ArrayLike = 1e-8,
+    alpha: types.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates of matrices by the rule of MARS-Shampoo.
 
@@ -130,33 +128,31 @@ def scale_by_mars_shampoo(
       ``MARS/optimizers/mars.py``, ``mars_type="mars-shampoo"``, of
       https://github.com/AGI-Arena/MARS.
     """
+    settings = locals()
     iteration = orthogonalize.Orthogonalization(
         ns_steps, ns_coeffs, ns_dtype, ns_precision, eps, newton_schulz_fn
     )
     checks.decay_rate("b1", b1)
-    first = functools.partial(previous.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
-    return transformation.variance_reduced(
+    first = functools.partial(trees.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
+    inner = orthogonalize.transformation(
+        iteration,
+        newton_schulz.spectral_factor,
+        weight_dimension_numbers,
+        divisor=1 - precision.widen_scalar(b1),
+    )
+    return transformation.rule(
         "scale_by_mars_shampoo",
         ScaleByMarsShampooState,
-        momentum_step,
+        settings,
+        step=momentum_step,
         moments={"mu": first},
         scalars=lambda count: {"b1": b1},
-        matrix_directions=orthogonalize.matrix_directions(
-            iteration, newton_schulz.spectral_factor, divisor=1 - precision.widen_scalar(b1)
-        ),
-        gamma=gamma,
-        b1=b1,
-        max_norm=max_norm,
-        correction=correction,
-        first_step=first_step,
-        prev_grad_dtype=prev_grad_dtype,
-        keep_prev_grad=keep_prev_grad,
-        weight_dimension_numbers=weight_dimension_numbers,
-        implementation=implementation,
+        inner=inner,
+        default=partition.matrix_at_rank_2,
     )
 
 
-class MarsShampooState(assembly.OptimizerState):
+class MarsShampooState(State):
     """State of :func:`mars_shampoo` in which vectors have a rule of their own."""
 
     __slots__ = ()
@@ -166,7 +162,7 @@ class MarsShampooState(assembly.OptimizerState):
 def mars_shampoo(
     learning_rate: types.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.95,
-    gamma: types.ScalarOrSchedule = 0.025,
+    gamma: Gamma = 0.025,
     weight_decay: types.ScalarOrSchedule = 0.0,
     mask: types.Mask | None = None,
     *,
@@ -194,6 +190,7 @@ def mars_shampoo(
     amsgrad: bool = False,
     nu_dtype: types.DType = None,
     eps_root_1d: jax.typing.ArrayLike | None = None,
+    alpha: types.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-Shampoo: orthogonalized momentum of variance-reduced gradients.
 
@@ -274,66 +271,26 @@ def mars_shampoo(
       ``MARS/optimizers/mars.py``, ``mars_type="mars-shampoo"``, of
       https://github.com/AGI-Arena/MARS.
     """
+    settings = locals()
     checks.flag("optimize_1d", optimize_1d)
     checks.non_negative("eps", eps)
     checks.decay_rate("b2", b2)
+    vector_rule = adamw.for_vectors(settings)
     if optimize_1d:
         # The vectors' rule averages the squares of corrected gradients.
         checks.keeps_prev_grad(keep_prev_grad, "`optimize_1d`=True", "False")
-    shared = {
-        "max_norm": max_norm,
-        "first_step": first_step,
-        "mu_dtype": mu_dtype,
-        "prev_grad_dtype": prev_grad_dtype,
-        "keep_prev_grad": keep_prev_grad,
-        "implementation": implementation,
-    }
-    rule = functools.partial(
-        scale_by_mars_shampoo,
-        b1,
-        gamma,
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        ns_precision=ns_precision,
-        newton_schulz_fn=newton_schulz_fn,
-        eps=eps,
-        **shared,
-    )
-    eps_root_1d = 0.0 if eps_root_1d is None else eps_root_1d
-    variance_reduced_vectors = functools.partial(
-        adamw.scale_by_mars,
-        b1,
-        b2,
-        eps,
-        gamma,
-        amsgrad=amsgrad,
-        nu_dtype=nu_dtype,
-        weight_dimension_numbers=partition.no_matrices,
-        eps_root=eps_root_1d,
-        **shared,
-    )
-    plain_vectors = adamw.vector_adamw(
-        b1_1d,
-        b2_1d,
-        eps if eps_1d is None else eps_1d,
-        amsgrad=amsgrad,
-        mu_dtype=mu_dtype,
-        nu_dtype=nu_dtype,
-        implementation=implementation,
-        eps_root_1d=eps_root_1d,
-    )
+        vectors = {
+            **assembly.accepted(adamw.scale_by_mars, settings),
+            "eps_root": 0.0 if eps_root_1d is None else eps_root_1d,
+            "weight_dimension_numbers": partition.no_matrices,
+        }
+        vector_rule = functools.partial(adamw.scale_by_mars, **vectors)
+        settings = {**settings, "learning_rate_1d": None, "weight_decay_1d": None}
     return assembly.optimizer(
         "mars_shampoo",
-        rule,
-        variance_reduced_vectors if optimize_1d else lambda correction: plain_vectors,
-        correction=correction,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        learning_rate_1d=None if optimize_1d else learning_rate_1d,
-        weight_decay_1d=None if optimize_1d else weight_decay_1d,
-        mask=mask,
-        weight_dimension_numbers=weight_dimension_numbers,
+        scale_by_mars_shampoo,
+        settings,
+        vector_rule=vector_rule,
         state_type=MarsShampooState,
         default=partition.matrix_at_rank_2,
         # As for MARS-M, whose steps are 4 percent slower with kernels (GPT-2 small, one H200).

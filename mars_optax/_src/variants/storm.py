@@ -1,50 +1,12 @@
 """STORM-AdamW: AdamW on the recursive gradient estimator of STORM."""
 
-import functools
-from typing import Any
+from typing import Any, Final
 
 import jax
 import optax
 
-from mars_optax._src import (
-    assembly,
-    checks,
-    links,
-    named,
-    partition,
-    previous,
-    transformation,
-    types,
-)
-from mars_optax._src.leaf import precision
-from mars_optax._src.leaf.momentum import bias_correction
-from mars_optax._src.leaf.root import root
+from mars_optax._src import assembly, checks, named, partition, types
 from mars_optax._src.variants import adamw
-
-
-def nadam_step(
-    grad: jax.Array,
-    prev_grad: None,
-    clip: None,
-    mu: jax.Array,
-    nu: jax.Array,
-    nu_max: None,
-    *,
-    coefficient: Any,
-    b1: Any,
-    b2: Any,
-    eps: Any,
-    eps_root: Any,
-    mu_correction: Any,
-    next_mu_correction: Any,
-    nu_correction: Any,
-) -> tuple[Any, ...]:
-    """Adam with Nesterov momentum, as :func:`optax.scale_by_adam` has it."""
-    del prev_grad, clip, coefficient
-    mu = optax.tree.update_moment(grad, mu, b1, 1)
-    nu = optax.tree.update_moment_per_elem_norm(grad, nu, b2, 2)
-    momentum = b1 * (mu / next_mu_correction) + (1 - b1) * (grad / mu_correction)
-    return momentum / (root(nu / nu_correction + eps_root) + eps), mu, nu, nu_max
 
 
 @named.named
@@ -126,64 +88,18 @@ def storm_adamw(
       <https://arxiv.org/abs/1905.10018>`_, 2019: the estimator is that of Algorithm 1 (STORM), with
       :math:`\gamma` for its :math:`a`.
     """
+    settings = {**locals(), **_FIXED}
     checks.flag("nesterov", nesterov)
-    first = functools.partial(previous.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
-    adam = adamw.scale_by_mars(
-        b1,
-        b2,
-        eps,
-        correction="none",
-        max_norm=None,
-        mu_dtype=mu_dtype,
-        eps_root=eps_root,
-        weight_dimension_numbers=partition.no_matrices,
-    )
 
-    def scalars(count: jax.Array) -> dict[str, Any]:
-        return {
-            "b1": b1,
-            "b2": b2,
-            "eps": eps,
-            "eps_root": eps_root,
-            "mu_correction": bias_correction(precision.widen_scalar(b1), count),
-            "next_mu_correction": bias_correction(
-                precision.widen_scalar(b1), optax.safe_increment(count)
-            ),
-            "nu_correction": bias_correction(precision.widen_scalar(b2), count),
-        }
+    def rule(weight_dimension_numbers: Any = None, correction: Any = None) -> Any:
+        own = {"weight_dimension_numbers": partition.no_matrices, "correction": "storm"}
+        return adamw.rule("storm_adamw", {**settings, **own}, nesterov=nesterov)
 
-    nadam = transformation.variance_reduced(
-        "storm_adamw",
-        adamw.ScaleByMarsState,
-        nadam_step,
-        moments={
-            "mu": first,
-            "nu": functools.partial(previous.zeros, averages_squares=True),
-            "nu_max": lambda params: None,
-        },
-        scalars=scalars,
-        gamma=0.0,
-        b1=b1,
-        max_norm=None,
-        correction="none",
-        first_step="zeros",
-        prev_grad_dtype=None,
-        keep_prev_grad=True,
-        weight_dimension_numbers=partition.no_matrices,
-        implementation=None,
-    )
-    estimator = links.correct_gradients(gamma, correction="storm", correction_clip=correction_clip)
-    rule = optax.chain(estimator, nadam if nesterov else adam)
-    return assembly.optimizer(
-        "storm_adamw",
-        lambda weight_dimension_numbers, correction: rule,
-        None,
-        correction="exact",
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        learning_rate_1d=None,
-        weight_decay_1d=None,
-        mask=mask,
-        weight_dimension_numbers=None,
-        default=partition.matrix_from_rank_2,
-    )
+    return assembly.optimizer("storm_adamw", rule, settings)
+
+
+_FIXED: Final = {
+    "correction": "storm",
+    "max_norm": None,
+    "weight_dimension_numbers": None,
+}

@@ -1,0 +1,411 @@
+"""The estimator of the gradient: what c_t is, and what the state keeps for it.
+
+All are one formula, c = g + k (a - b), with the gradient b of another step or of other parameters:
+
+| correction | k | a | b |
+| --- | --- | --- | --- |
+| approx | gamma b1 / (1 - b1) | g | the gradient of the previous step |
+| exact | gamma b1 / (1 - b1) | g | this batch's at the previous parameters |
+| storm | 1 - gamma | the previous c | this batch's at the previous parameters |
+| sarah | 1 | the previous c, or the anchor | this batch's at the previous parameters |
+| svrg | alpha | the anchor | this batch's at the anchor's parameters |
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Final, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mars_optax._src import checks, manual, trees, types
+from mars_optax._src.adaptive import AdaptiveGamma
+from mars_optax._src.leaf import clipping, correction, precision, quantization
+
+# The fields that have one number for each row of a leaf.
+PER_ROW: Final = ("prev_grad_scale",)
+# Those that are no tree of the parameters' shapes.
+OF_ANY_SHAPE: Final = ("gamma_state", "inner_state")
+
+
+@dataclasses.dataclass(frozen=True)
+class HandedOver:
+    """A correction whose b an optimizer around the rule hands over, as extra argument `prev_grad`.
+
+    It evaluates `grad_fn` for all parameters, matrices and vectors.
+    """
+
+    correction: types.Correction
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What the elementwise part of a step makes c of.
+
+    Attributes:
+      other: A tree beside the gradients: the previous gradients, or c itself; or None.
+      coefficient: That of the correction.
+      is_corrected: Whether `other` is c.
+      next_gamma: In the memory-free form, the part of the gradient that the kept momentum lacks.
+    """
+
+    other: Any
+    coefficient: Any
+    is_corrected: bool = False
+    next_gamma: Any = None
+
+    def corrected(self, grad: jax.Array, other: jax.Array | None, coefficient: Any) -> jax.Array:
+        """The corrected gradient before the clip, elementwise."""
+        if other is not None and self.is_corrected:
+            return other
+        if self.next_gamma is not None:
+            other = jnp.zeros_like(grad)
+        return correction.corrected_gradient(grad, other, coefficient)
+
+    def tree(self, updates: Any) -> Any:
+        """The corrected gradients of a tree."""
+
+        def on_leaf(grad: Any, other: Any) -> tuple[jax.Array]:
+            dtype = precision.compute_dtype(*(x for x in (grad, other) if x is not None))
+            wide = None if other is None else precision.widen(other, dtype)
+            k = precision.widen_scalar(self.coefficient, dtype)
+            return (self.corrected(precision.widen(grad, dtype), wide, k),)
+
+        return trees.map_unzip(on_leaf, (updates, self.other), (updates,))[0]
+
+    def kept(self, momentum: jax.Array, grad: jax.Array, next_gamma: Any) -> jax.Array:
+        r"""What the state keeps of the momentum.
+
+        Unclipped, the correction is linear. So the memory-free form takes the part of the previous
+        gradient in the next step off the momentum in this one:
+
+        .. math::
+
+          m_t &= \beta_1 m_{t-1} + (1-\beta_1) g_t + \gamma_t \beta_1 (g_t - g_{t-1}) \\
+              &= \beta_1 n_{t-1} + (1-\beta_1)(1 + k_t) g_t, \qquad n_t = m_t - \gamma_{t+1} g_t
+
+        needs no more than :math:`n_t`. For a constant gamma it is :math:`1-\gamma` times the moving
+        average of the gradients, so that :math:`m_t = \gamma g_t + (1-\gamma) \mathrm{EMA}(g)_t`:
+        quasi-hyperbolic momentum (Ma and Yarats, arXiv 1810.06801).
+        """
+        if self.next_gamma is None:
+            return momentum
+        zeros = jnp.zeros_like(grad)
+        return momentum + correction.corrected_gradient(zeros, grad, next_gamma)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """The estimator, and the fields of a state that it keeps.
+
+    Attributes:
+      gamma: The scale of the correction: a number, a schedule or a rule.
+      b1: The decay rate of the momentum, which the coefficient shares.
+      mode: The correction, or `HandedOver`.
+      first_step: What the previous gradient of the first step is: "zeros", or "no_correction".
+      dtype: The dtype of gradients that are kept; None is each parameter's own.
+      keep_prev_grad: Whether "approx" keeps the previous gradient; else it is memory-free.
+      alpha: The coefficient of "svrg", a number or a schedule.
+      correction_clip: The bound on the norm of k (a - b) over all leaves, or None.
+    """
+
+    gamma: Any
+    b1: jax.typing.ArrayLike
+    mode: Any = "approx"
+    first_step: types.FirstStep = "zeros"
+    dtype: Any = None
+    keep_prev_grad: bool = True
+    alpha: types.ScalarOrSchedule = 1.0
+    correction_clip: jax.typing.ArrayLike | None = None
+
+    def __post_init__(self) -> None:
+        if not self.is_adaptive:
+            checks.scalar_or_schedule("gamma", self.gamma)
+        checks.scalar_or_schedule("alpha", self.alpha)
+        checks.decay_rate("b1", self.b1)
+        checks.choice("first_step", self.first_step, ("zeros", "no_correction"))
+        if not self.is_handed_over:
+            checks.choice("correction", self.mode, get_args(types.Correction))
+        checks.flag("keep_prev_grad", self.keep_prev_grad)
+        checks.max_norm(self.correction_clip, name="correction_clip")
+        if self.is_adaptive and self.correction not in ("approx", "exact"):
+            raise ValueError(
+                "`gamma`: expected a number or a schedule with "
+                f"`correction`={self.correction!r}, got {self.gamma!r}. Pass one of these, or "
+                "'approx' or 'exact' for `correction`."
+            )
+        if self.correction != "approx":
+            conflict = f"`correction`={self.correction!r}"
+            checks.keeps_prev_grad(self.keep_prev_grad, conflict, "'approx'")
+        if self.dtype is not None:
+            conflict = f"`prev_grad_dtype`={self.dtype!r}"
+            checks.keeps_prev_grad(self.keep_prev_grad, conflict, "None")
+        if not self.keep_prev_grad:
+            checks.constant_or_schedule(self.gamma)
+        check = checks.recursive_dtype if self._is_anchored else checks.float_dtype
+        object.__setattr__(self, "dtype", check("prev_grad_dtype", self.dtype))
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether an optimizer around the rule evaluates gradients for it."""
+        return isinstance(self.mode, HandedOver)
+
+    @property
+    def correction(self) -> str:
+        """The correction that the user asked for."""
+        return str(self.mode.correction if self.is_handed_over else self.mode)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether gamma is a rule."""
+        return isinstance(self.gamma, AdaptiveGamma)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether gradients of this batch are wanted at other parameters."""
+        return self.correction not in ("approx", "none")
+
+    @property
+    def _is_anchored(self) -> bool:
+        """Whether it starts from an estimate of the gradient where b is taken."""
+        return self.correction in ("storm", "svrg", "sarah")
+
+    @property
+    def kept(self) -> dict[str, bool]:
+        """The fields of the state that belong to the estimator, and if they are kept."""
+        is_stored = self.correction == "approx" and self.keep_prev_grad
+        return {
+            "prev_grad": is_stored,
+            "prev_grad_scale": is_stored and quantization.is_scaled(self.dtype),
+            "prev_params": self.evaluates and not self.is_handed_over,
+            "prev_corrected": self._is_anchored,
+            "gamma_state": self.is_adaptive,
+        }
+
+    def init(self, params: optax.Params, axes: Any) -> dict[str, Any]:
+        """The same fields before the first step."""
+        made = {
+            "prev_grad": lambda: trees.zeros(params, self.dtype),
+            "prev_grad_scale": lambda: _scales(params, self.dtype),
+            "prev_params": lambda: trees.copies(params, params),
+            "prev_corrected": lambda: trees.zeros(params, self.dtype),
+            "gamma_state": lambda: jax.tree.map(
+                lambda p, a: self.gamma.init(p, a.of_one_norm), params, axes
+            ),
+        }
+        return {field: made[field]() if is_kept else None for field, is_kept in self.kept.items()}
+
+    def check(
+        self,
+        updates: Any,
+        state: Any,
+        kind: type,
+        name: str,
+        kept: Mapping[str, bool] | None = None,
+    ) -> None:
+        """Raises unless a state is that of these settings and gradients.
+
+        Args:
+          updates: The gradients.
+          state: The state.
+          kind: The type that it should have.
+          name: The public name, for errors.
+          kept: All fields and if they are kept, moving averages first; by default the estimator's.
+        """
+        checks.state_type(state, kind, name)
+        kept = self.kept if kept is None else kept
+        for field, is_kept in kept.items():
+            if is_kept and field not in OF_ANY_SHAPE and getattr(state, field) is not None:
+                checks.gradients(updates, getattr(state, field), f"`state.{field}`")
+                break
+        wanted = {field: updates if is_kept else None for field, is_kept in kept.items()}
+        checks.state_fields(state, wanted, name, PER_ROW, OF_ANY_SHAPE)
+
+    def coefficient(self, count: jax.Array) -> Any:
+        """K at the step after `count` ones; not of an adaptive gamma."""
+        if self.correction == "svrg":
+            return _at(self.alpha, count)
+        if self.correction == "sarah":
+            return 1.0
+        if self.correction == "storm":
+            return 1 - _at(self.gamma, count)
+        k = correction.correction_coefficient(_at(self.gamma, count), self.b1)
+        return jnp.where(count == 0, 0.0, k) if self.first_step == "no_correction" else k
+
+    def estimate(
+        self,
+        updates: optax.Updates,
+        state: Any,
+        params: Any,
+        extra_args: Mapping[str, Any],
+        axes: Any,
+    ) -> tuple[Estimate, dict[str, Any]]:
+        """What c of this step is made of, and the fields of the state after the step."""
+        fields: dict[str, Any] = dict.fromkeys(self.kept)
+        if self.correction == "none":
+            return Estimate(None, 0.0), fields
+        if not self.keep_prev_grad:
+            next_k = self.coefficient(optax.safe_increment(state.count))
+            next_gamma = next_k * (1 - precision.widen_scalar(self.b1)) / _divisor(self.b1)
+            return Estimate(None, self.coefficient(state.count), next_gamma=next_gamma), fields
+        if self.correction == "approx":
+            prev_grad = stored_gradients(state)
+            fields |= _stored(updates, state)
+        else:
+            prev_grad = self._evaluated(updates, state, params, extra_args)
+            fields["prev_params"] = self.next_params(state, params, extra_args)
+        if self.is_adaptive:
+            k, prev_grad, fields["gamma_state"] = self._adapted(
+                updates, prev_grad, state, extra_args, axes
+            )
+            corrected = jax.tree.map(_corrected, updates, prev_grad, updates, k)
+            return Estimate(corrected, 0.0, is_corrected=True), fields
+        k, a = self.coefficient(state.count), updates
+        if self._is_anchored:
+            is_new = self._is_new(state, extra_args)
+            anchor = updates  # of the first step, where it is given none
+            if self._is_given(extra_args):
+                is_given = extra_args.get("refresh_anchor", True)
+                anchor = trees.choose(is_given, extra_args["anchor_grad"], updates)
+            a = trees.choose(is_new, anchor, state.prev_corrected)
+            prev_grad = trees.choose(is_new, updates, prev_grad)
+        elif self.correction_clip is None:
+            return Estimate(prev_grad, k), fields
+        if self.correction_clip is not None:
+            k = k * self._factor(updates, prev_grad, a, k, extra_args)
+        corrected = jax.tree.map(functools.partial(_corrected, k=k), updates, prev_grad, a)
+        if self._is_anchored:
+            new = a if self.correction == "svrg" else corrected
+            fields["prev_corrected"] = trees.copies(new, like=state.prev_corrected)
+        return Estimate(corrected, 0.0, is_corrected=True), fields
+
+    def evaluate(
+        self, updates: optax.Updates, state: Any, params: Any, extra_args: Mapping[str, Any]
+    ) -> Any:
+        """The gradients of this batch at `state.prev_params`, of the structure of `updates`."""
+        checks.exact_arguments(params, extra_args)
+        prev_grad = extra_args["grad_fn"](state.prev_params)
+        advice = "Return gradients as `jax.grad` does: one for each parameter, of its shape."
+        checks.same_shapes("grad_fn", prev_grad, updates, "the gradients", advice)
+        if self.correction in ("svrg", "sarah"):
+            checks.anchor(updates, extra_args)
+        return prev_grad
+
+    def next_params(self, state: Any, params: Any, extra_args: Mapping[str, Any]) -> Any:
+        """The parameters at which the next step evaluates its batch's gradients."""
+        if state.prev_params is not None and self.correction == "svrg":
+            is_new = self._is_new(state, extra_args)
+            params = trees.choose(is_new, params, state.prev_params)
+        return trees.copies(params, like=state.prev_params)
+
+    def _evaluated(
+        self, updates: optax.Updates, state: Any, params: Any, extra_args: Mapping[str, Any]
+    ) -> Any:
+        """The gradients of this batch at the previous parameters."""
+        if self.is_handed_over:
+            prev_grad = extra_args["prev_grad"]
+        else:
+            prev_grad = self.evaluate(updates, state, params, extra_args)
+        if self.correction == "exact" and self.first_step == "zeros":
+            # There are no previous parameters before the first step.
+            prev_grad = jax.tree.map(
+                lambda g: jnp.where(state.count == 0, precision.beside(0, g), g), prev_grad
+            )
+        return prev_grad
+
+    def _is_given(self, extra_args: Mapping[str, Any]) -> bool:
+        """Whether `update` got an anchor, which it may take."""
+        return self.correction != "storm" and extra_args.get("anchor_grad") is not None
+
+    def _is_new(self, state: Any, extra_args: Mapping[str, Any]) -> Any:
+        """Whether this step has an anchor of its own."""
+        is_first = state.count == 0
+        if not self._is_given(extra_args):
+            return is_first
+        return is_first | jnp.asarray(extra_args.get("refresh_anchor", True))
+
+    def _factor(
+        self, updates: Any, prev_grad: Any, a: Any, k: Any, extra_args: Mapping[str, Any]
+    ) -> jax.Array:
+        """What scales the correction to its bound."""
+        specs = manual.specs_of(extra_args, updates)
+        manual.require_whole(updates, specs, "`correction_clip`")
+        zeros = jax.tree.map(jnp.zeros_like, updates)
+        added = jax.tree.map(functools.partial(_corrected, k=k), zeros, prev_grad, a)
+        squares = jnp.asarray(optax.tree.norm(added, squared=True))
+        return clipping.factor_of_squares(squares, self.correction_clip)
+
+    def _adapted(
+        self, updates: Any, prev_grad: Any, state: Any, extra_args: Mapping[str, Any], axes: Any
+    ) -> tuple[Any, Any, Any]:
+        """Each matrix's coefficient, the previous gradients, and the state of gamma."""
+        if self.first_step == "no_correction":
+            prev_grad = trees.choose(state.count == 0, updates, prev_grad)
+        unseen = updates if self.correction == "approx" else prev_grad
+        rows = trees.rows((updates, prev_grad, unseen, axes, state.gamma_state))
+        products = [
+            self.gamma.products(its, precision.widen(f), a.of_one_norm) for _, _, f, a, its in rows
+        ]
+        specs = manual.specs_of(extra_args, updates)
+        summed = [
+            manual.sum_parts(list(column), updates, axes, specs)
+            for column in zip(*products, strict=True)
+        ]
+        k, states = [], []
+        for (g, p, _, _, its), *both in zip(rows, *summed, strict=True):
+            k.append(correction.correction_coefficient(self.gamma.gamma(its), self.b1))
+            states.append(self.gamma.advance(its, both, g, p, precision.widen_scalar(self.b1)))
+        treedef: Any = jax.tree.structure(updates)
+        return treedef.unflatten(k), prev_grad, treedef.unflatten(states)
+
+
+def _corrected(grad: Any, prev_grad: Any, estimate: Any, k: Any) -> jax.Array:
+    """The corrected gradient in at least float32."""
+    dtype = precision.compute_dtype(grad, prev_grad, estimate)
+    grad, prev_grad, estimate = (precision.widen(x, dtype) for x in (grad, prev_grad, estimate))
+    k = precision.widen_scalar(k, dtype)
+    return correction.corrected_gradient(grad, prev_grad, k, estimate)
+
+
+def _at(value: Any, count: jax.Array) -> Any:
+    """A hyperparameter at a step, counted from 0, in at least float32."""
+    return precision.widen_scalar(value(count) if callable(value) else value)
+
+
+def _divisor(b1: Any) -> Any:
+    """B1, or 1 where it is 0, so that what is divided, which is 0 then, stays that."""
+    if isinstance(b1, int | float):
+        return b1 or 1
+    b1 = precision.widen_scalar(b1)
+    return jnp.where(b1 == 0, 1, b1)
+
+
+def stored_gradients(state: Any) -> Any:
+    """The previous gradients that a state keeps, by their scales where it has such."""
+    if state.prev_grad_scale is None:
+        return state.prev_grad
+    return jax.tree.map(quantization.dequantize, state.prev_grad, state.prev_grad_scale)
+
+
+def _stored(updates: optax.Updates, state: Any) -> dict[str, Any]:
+    """The fields of the previous gradient after a step, in the dtypes that they have."""
+    if state.prev_grad_scale is None:
+        return {"prev_grad": trees.copies(updates, like=state.prev_grad)}
+    prev_grad, prev_grad_scale = trees.map_unzip(
+        lambda g, prev: quantization.quantize(jnp.asarray(g), prev.dtype),
+        (updates, state.prev_grad),
+        (state.prev_grad, state.prev_grad_scale),
+    )
+    return {"prev_grad": prev_grad, "prev_grad_scale": prev_grad_scale}
+
+
+def _scales(params: optax.Params, dtype: Any) -> Any:
+    """The scales of 8-bit buffers of zeros: made as in every later step, they lie as those do."""
+
+    def on_leaf(p: Any) -> jax.Array:
+        storage = precision.storage_dtype(p, dtype)
+        return quantization.quantize(trees.zeros_like(p, storage), storage)[1]
+
+    return jax.tree.map(on_leaf, params)
