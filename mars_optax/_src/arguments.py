@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import textwrap
 from collections.abc import Iterable
 
 _SHARED = r"""
@@ -106,22 +105,15 @@ def complete(doc: str, parameters: Iterable[str]) -> str:
         errors.append("NotImplementedError")
     for section, names in (("Args", parameters), ("Raises", errors)):
         own, table = entries(sections.get(section, "")), entries(shared[section])
-        lines = []
+        texts = []
         for name in dict.fromkeys([*names, *own]):
             text = own.get(name, "...")
             if text.startswith("..."):
-                text = table[name] + text.removeprefix("...")
-            lines += textwrap.wrap(
-                f"{name}: {text}",
-                width=96,
-                initial_indent="  ",
-                subsequent_indent="    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        sections[section] = "\n".join(lines)
-    texts = [f"{name}:\n{sections[name].rstrip()}" for name in _SECTIONS if name in sections]
-    return "\n\n".join([sections[""].rstrip(), *texts])
+                text = f"{table[name]}\n   {text.removeprefix('...')}"
+            texts.append(f"  {name}: {text.rstrip()}")
+        sections[section] = "\n".join(texts)
+    parts = [f"{name}:\n{sections[name].rstrip()}" for name in _SECTIONS if name in sections]
+    return "\n\n".join([sections[""].rstrip(), *parts])
 
 
 def parse(doc: str) -> dict[str, str]:
@@ -131,6 +123,6 @@ def parse(doc: str) -> dict[str, str]:
 
 
 def entries(section: str) -> dict[str, str]:
-    """The entries of a section, each on one line."""
+    """The text of each entry of a section."""
     parts = re.split(r"^  (\w+): ", section, flags=re.MULTILINE)
-    return {x: " ".join(y.split()) for x, y in zip(parts[1::2], parts[2::2], strict=True)}
+    return {name: text.rstrip() for name, text in zip(parts[1::2], parts[2::2], strict=True)}

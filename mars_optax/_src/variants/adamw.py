@@ -242,7 +242,7 @@ def mars(
     with the direction :math:`u_t` of :func:`scale_by_mars`, whose docstring has the equations, and
     all other leaves by AdamW with the values `*_1d`. With ``correction="none", max_norm=None,
     optimize_1d=True`` and the same rates and decay it is :func:`optax.adamw`, but for the dtypes of
-    state and arithmetic in low precision. What happens at the first step is told there, too.
+    state and arithmetic in low precision.
 
     Differences from the reference code: leaves of rank >= 3 are matrices, clipped as a whole, where
     there they go to AdamW (``weight_dimension_numbers=dimension_numbers_by_path([])`` restores
