@@ -81,6 +81,11 @@ Args:
     divided by 1 - b1) as a stack (batch, in, out) of at least float32, and returns the same shape
     and dtype. The shape factor comes after.
 
+Returns:
+  An optimizer. Updates have the dtypes of the parameters; decay and learning rate are applied in at
+  least float32. Without parameters, `update` works only if `weight_decay` and, where the other
+  leaves have their own rule, `weight_decay_1d` are the number 0.
+
 Raises:
   TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
     ``update``, if a gradient is not, or the state is another transformation's.
@@ -94,12 +99,14 @@ _SECTIONS = ("Args", "Returns", "Raises", "Examples", "References")
 
 
 def complete(doc: str, parameters: Iterable[str]) -> str:
-    """A docstring with an entry for each parameter and each error.
+    """A docstring with an entry for each parameter and each error, and what is returned.
 
     What it leaves out is the shared entry. One that begins with "..." goes on after that. A
     parameter that has no entry at all is a KeyError, which comes when the package is imported.
     """
     sections, shared = parse(doc), parse(_SHARED)
+    if "learning_rate" in parameters:
+        sections.setdefault("Returns", shared["Returns"])
     errors = ["TypeError", "ValueError"]
     if "implementation" in parameters:
         errors.append("NotImplementedError")

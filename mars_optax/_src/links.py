@@ -177,8 +177,7 @@ def clip_by_leaf_norm(
 
     Args:
       max_norm: Bound > 0; None turns the clipping off.
-      weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars`: slices along
-        batch axes are clipped on their own. None: each leaf is clipped as a whole.
+      weight_dimension_numbers: ... None: each leaf is clipped as a whole.
 
     Returns:
       A transformation without state.

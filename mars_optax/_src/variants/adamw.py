@@ -254,11 +254,6 @@ def mars(
       learning_rate_1d: ... The paper's GPT-2 runs use half of it.
       weight_dimension_numbers: ... None: all leaves of rank >= 2, each as a whole.
 
-    Returns:
-      An optimizer. Updates have the dtypes of the parameters; decay and learning rate are applied
-      in at least float32. Without parameters, `update` works only if `weight_decay` and,
-      without `optimize_1d`, `weight_decay_1d` are the number 0.
-
     Examples:
       >>> import jax
       >>> import jax.numpy as jnp

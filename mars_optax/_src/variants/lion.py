@@ -146,9 +146,6 @@ def mars_lion(
       learning_rate_1d: ... AdamW wants a larger one than a sign does.
       weight_dimension_numbers: ... None: all leaves of rank >= 2, each as a whole.
 
-    Returns:
-      An optimizer, as :func:`mars` does.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> import mars_optax

@@ -181,9 +181,6 @@ def mars_m(
         ``dimension_numbers_by_path([("embed|head", None)])``.
       implementation: ... With kernels, steps of :func:`mars_m` were measured to be slower.
 
-    Returns:
-      An optimizer, as :func:`mars` does.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> import mars_optax

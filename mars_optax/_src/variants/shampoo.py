@@ -188,9 +188,6 @@ def mars_shampoo(
         them to leave them out.
       implementation: ... With kernels, steps of :func:`mars_m` were measured to be slower.
 
-    Returns:
-      An optimizer, as :func:`mars` does.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> import mars_optax
