@@ -35,13 +35,7 @@ def correct_gradients(
     b2))`` computes what :func:`scale_by_mars` does. The result has the gradients' dtypes;
     arithmetic is in at least float32.
 
-    At the first step :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1 / (1-\beta_1)` under
-    ``first_step="zeros"``, as in the reference code, and :math:`c_1 = g_1` under
-    ``"no_correction"``, the paper's :math:`x_0 = x_1`.
-
     Args:
-      gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of
-        the step count, which starts at 0. The coefficient is computed in at least float32.
       b1: Decay rate :math:`\beta_1` of the momentum that follows, in [0, 1). 0 turns the
         correction off.
       correction: ``"approx"``: the gradient of the previous step. ``"exact"``: that of this step's
@@ -49,22 +43,12 @@ def correct_gradients(
         ``f(previous_params)``. ``"storm"``: with the same :math:`g'_t = f(x_{t-1})`, the recursion
         :math:`c_t = g_t + (1-\gamma_t)(c_{t-1} - g'_t)`, :math:`c_1 = g_1`; `b1` and `first_step`
         are not used.
-      first_step: ``"zeros"`` or ``"no_correction"``, see above.
-      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`, or of :math:`c_{t-1}` under ``"storm"``;
-        None for each parameter's own. An 8-bit float (not under ``"storm"``) is stored with a
-        float32 scale for each row along the last axis.
+      prev_grad_dtype: ... Under ``"storm"`` it is that of :math:`c_{t-1}`, and of 16 bits or more.
       correction_clip: Bound > 0 on the L2 norm, over all leaves together, of what is added to
         :math:`g_t`; None for no bound.
 
     Returns:
       A transformation with state :class:`CorrectGradientsState`.
-
-    Raises:
-      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
-        ``update``, if a gradient is not, or the state is another transformation's.
-      ValueError: If an argument is out of its range; at ``update``, if gradients have other shapes,
-        the state was made with other settings, or ``"exact"`` and ``"storm"`` lack `grad_fn` or
-        `params`.
 
     Examples:
       The correction in front of Muon:
@@ -147,8 +131,7 @@ def clip_by_leaf_norm(
 
     Args:
       max_norm: Bound > 0; None turns the clipping off.
-      weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars`: slices along
-        batch axes are clipped on their own. None: each leaf is clipped as a whole.
+      weight_dimension_numbers: ... None: each leaf is clipped as a whole.
 
     Returns:
       A transformation without state.

@@ -7,6 +7,8 @@ from typing import Any, TypeVar, cast
 
 import optax
 
+from mars_optax._src import arguments
+
 Factory = TypeVar("Factory", bound=Callable[..., optax.GradientTransformationExtraArgs])
 
 
@@ -40,7 +42,10 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
 
 def named(factory: Factory) -> Factory:
-    """Makes what a function returns show its name and the settings that are not the defaults."""
+    """Makes what a function returns show its name and the settings that are not the defaults.
+
+    Its docstring gets the entries that it leaves to `arguments`.
+    """
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
@@ -56,6 +61,8 @@ def named(factory: Factory) -> Factory:
         )
         return result
 
+    if factory.__doc__ is not None:  # as under -OO
+        build.__doc__ = arguments.complete(factory.__doc__, signature.parameters)
     return cast(Factory, build)
 
 

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "leaf.quantization",
         "leaf.root",
     ),
-    ("checks", "named", "trees", "types"),
+    ("arguments", "checks", "named", "trees", "types"),
     ("partition", "kernels.rewrite", "kernels.shards", "kernels.tiling", "kernels.transforms"),
     ("kernels.mosaic_gpu", "kernels.mosaic_tpu"),
     ("kernels.execute", "manual"),
@@ -55,6 +55,7 @@ BESIDE: frozenset[tuple[str, str]] = frozenset(
         ("leaf.momentum", "leaf.correction"),
         ("leaf.newton_schulz", "leaf.precision"),
         ("leaf.quantization", "leaf.precision"),
+        ("named", "arguments"),
         # AdamW is the partner of every variant for the leaves that are no matrices.
         ("variants.lion", "variants.adamw"),
         ("variants.mars_m", "variants.adamw"),

@@ -134,64 +134,14 @@ def scale_by_mars(
     :func:`optax.scale_by_adam`; with ``gamma=0, max_norm=None`` it is, to rounding, that of
     :func:`optax.scale_by_adam`. Arithmetic is in at least float32 whatever the dtypes.
 
-    At the first step the previous gradient is 0 under ``first_step="zeros"``, as in the reference
-    code, so that :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1/(1-\beta_1)`, which is
-    1.475 :math:`g_1` at the defaults. Under ``"no_correction"`` :math:`c_1 = g_1`, which is the
-    paper's :math:`x_0 = x_1` and what timm does.
+    At the first step :math:`c_1` is 1.475 :math:`g_1` at the defaults, see `first_step`.
 
     Args:
-      b1: Decay rate :math:`\beta_1` of the first moment, in [0, 1). 0 turns the correction off.
-      b2: Decay rate :math:`\beta_2` of the second moment, in [0, 1).
-      eps: :math:`\varepsilon` >= 0, outside the root and after the bias correction. With 0 an entry
-        whose gradients have all been 0 becomes NaN, as in :func:`optax.scale_by_adam`.
-      gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of
-        the step count, which starts at 0. The coefficient is computed in at least float32 from what
-        arrives; :func:`optax.inject_hyperparams` rounds it to the parameters' dtype before, unless
-        its ``hyperparam_dtype`` says otherwise.
-      max_norm: Bound > 0 on the norm of each corrected gradient; None turns the clipping off.
-      correction: ``"approx"``, the gradient of the previous step; ``"exact"``, that of this step's
-        batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
-        ``f(previous_params)`` (the state keeps these in place of the previous gradient, and
-        `params` is required); or ``"none"``. As in every chain of Optax, extra arguments that a
-        transformation does not use are left to others: the other modes do not call `grad_fn`.
-      first_step: ``"zeros"`` or ``"no_correction"``, see above.
-      amsgrad: Whether the largest :math:`v` so far takes the place of :math:`v_t`: the raw one, as
-        in the reference code, where :func:`optax.amsgrad` takes that after bias correction.
-      second_moment: ``"corrected"``: :math:`v` from :math:`\tilde c_t`, as the paper and the
-        reference code; ``"gradient"``: from :math:`g_t`, as the formula in the reference's README.
-      mu_dtype: Storage dtype of :math:`m`; None for each parameter's own.
-      nu_dtype: Storage dtype of :math:`v`; None for the parameter's own, but at least float32. (The
-        reference stores it in the parameter's dtype, where in bfloat16 it stalls.)
-      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own. An 8-bit
-        float is stored with a float32 scale for each row along the last axis; in float16 a gradient
-        beyond its range is kept as 65504.
-      keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. Without, it is the same trajectory to
-        rounding: an unclipped correction is linear, so that
-        :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with
-        :math:`n_t = m_t - \gamma_{t+1} g_t`, which `mu` then holds. Requires ``max_norm=None``,
-        ``correction="approx"``, ``prev_grad_dtype=None``, ``second_moment="gradient"`` and a gamma
-        that is a Python number or a schedule (under :func:`optax.inject_hyperparams` with
-        ``static_args="gamma"``: of an array, the next step's value is not known).
-      weight_dimension_numbers: Axes of the matrices, which set the slices of the clip: a
-        :class:`optax.contrib.MuonDimensionNumbers`, a tree of them with None for vectors, or a
-        callable ``params -> tree``. None: each leaf is clipped as a whole.
-      implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
-        ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
-      eps_root: :math:`\varepsilon_\mathrm{root}` >= 0, inside the root. Derivatives through steps
-        are finite without it, too, if `prev_grad_dtype` has at least 16 bits: where :math:`v_t` is
-        0, that of its root is taken for 0.
+      weight_dimension_numbers: ... None: each leaf is clipped as a whole.
 
     Returns:
       A transformation with state :class:`ScaleByMarsState`. Complex leaves follow Optax: :math:`v`
       averages :math:`|c|^2`.
-
-    Raises:
-      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
-        ``update``, if a gradient is not, or the state is another transformation's.
-      ValueError: If an argument is out of its range, or does not go with ``keep_prev_grad=False``;
-        at ``init``, if axes do not fit a leaf; at ``update``, if gradients have other shapes, the
-        state was made with other settings, or exact mode lacks `grad_fn` or `params`.
-      NotImplementedError: At ``update``, if kernels were asked for and cannot run.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -291,7 +241,7 @@ def mars(
     with the direction :math:`u_t` of :func:`scale_by_mars`, whose docstring has the equations, and
     all other leaves by AdamW with the values `*_1d`. With ``correction="none", max_norm=None,
     optimize_1d=True`` and the same rates and decay it is :func:`optax.adamw`, but for the dtypes of
-    state and arithmetic in low precision. What happens at the first step is told there, too.
+    state and arithmetic in low precision.
 
     Differences from the reference code: leaves of rank >= 3 are matrices, clipped as a whole, where
     there they go to AdamW (``weight_dimension_numbers=dimension_numbers_by_path([])`` restores
@@ -300,57 +250,8 @@ def mars(
     turned off for single ones. Weight decay of the vectors is 0.1 unless told otherwise, as there.
 
     Args:
-      learning_rate: :math:`\eta_t`, a number or a schedule of the step count, which starts at 0.
-      b1: Decay rate of the first moment, in [0, 1).
-      b2: Decay rate of the second moment, in [0, 1).
-      eps: Added to the root of the second moment, >= 0.
-      gamma: Scale of the correction, a number or a schedule.
-      weight_decay: :math:`\lambda` of the matrices, a number or a schedule.
-      mask: Which leaves decay: a tree of bools, a prefix of the parameters, or a callable that
-        makes one from them, as in :func:`optax.adamw`. None: all.
-      max_norm: Bound > 0 on the norm of each matrix's corrected gradient; None for no clip.
-      correction: ``"approx"``, ``"exact"`` (with ``update(..., grad_fn=f)``) or ``"none"``, see
-        :func:`scale_by_mars`.
-      first_step: ``"zeros"`` or ``"no_correction"``.
-      optimize_1d: Whether the other leaves, too, get the variance-reduced rule, with the main
-        values. The values `*_1d` are not used then.
-      learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
-        `learning_rate`. The paper's GPT-2 runs use half of it.
-      b1_1d: Decay rate of their first moment, in [0, 1).
-      b2_1d: Decay rate of their second moment, in [0, 1).
-      eps_1d: Their epsilon, >= 0; None for `eps`.
-      weight_decay_1d: Their weight decay; None for `weight_decay`.
-      weight_dimension_numbers: Which leaves are matrices and which of their axes are reduction and
-        output axes; slices along other axes are clipped on their own. A
-        :class:`optax.contrib.MuonDimensionNumbers` (for all leaves of rank >= 2), a tree of them
-        with None for vectors, or a callable ``params -> tree``, such as
-        :func:`dimension_numbers_by_path` makes. None: all leaves of rank >= 2, each as a whole.
-      amsgrad: Whether the largest second moment so far is used, for the other leaves, too.
-      second_moment: ``"corrected"`` or ``"gradient"``, see :func:`scale_by_mars`.
-      mu_dtype: Storage dtype of the first moments; None for the parameter's.
-      nu_dtype: Storage dtype of the second moments; None for the parameter's, at least float32.
-      prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
-      keep_prev_grad: Whether the state keeps the previous gradient, see :func:`scale_by_mars`.
-      implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
-        :func:`fused_step` alone, where they were measured to be faster.
-      eps_root: Added to the second moment inside the root, after the bias correction, >= 0, as in
-        :func:`optax.adamw`.
-      eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
-        `eps_root`.
-
-    Returns:
-      An optimizer. Updates have the dtypes of the parameters; decay and learning rate are applied
-      in at least float32. Without parameters, `update` works only if `weight_decay` and,
-      without `optimize_1d`, `weight_decay_1d` are the number 0.
-
-    Raises:
-      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
-        ``update``, if a gradient is not, or the state is another transformation's.
-      ValueError: If an argument is out of its range; at ``init``, if axes do not fit a leaf; at
-        ``update``, if ``params`` is None though one of the decays is not 0; and as
-        :func:`scale_by_mars`.
-      NotImplementedError: At ``update``, if kernels were asked for and cannot run.
+      learning_rate_1d: ... The paper's GPT-2 runs use half of it.
+      weight_dimension_numbers: ... None: all leaves of rank >= 2, each as a whole.
 
     Examples:
       >>> import jax

@@ -55,37 +55,13 @@ def scale_by_mars_lion(
     decay rate, whose interpolation the correction contains (Lemma 3.4 of the paper). The direction
     :math:`u_t` has the sign of the gradient and the gradient's dtype.
 
-    At the first step :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1 / (1-\beta_1)` under
-    ``first_step="zeros"``, as in the reference code, and :math:`c_1 = g_1` under
-    ``"no_correction"``; both have the same sign for :math:`k > -1`.
+    At the first step both values of `first_step` give the same sign for :math:`k > -1`.
 
     Args:
-      b1: Decay rate :math:`\beta_1` of the momentum, in [0, 1). 0 turns the correction off.
-      gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of
-        the step count, which starts at 0. The coefficient is computed in at least float32.
-      max_norm: Bound > 0 on the norm of each corrected gradient; None turns the clipping off.
-      correction: ``"approx"``, the gradient of the previous step; ``"exact"``, that of this step's
-        batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
-        ``f(previous_params)`` (the state keeps these in place of the previous gradient, and
-        `params` is required); or ``"none"``.
-      first_step: ``"zeros"`` or ``"no_correction"``, see above.
-      mu_dtype: Storage dtype of :math:`m`; None for each parameter's own.
-      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own. An 8-bit
-        float is stored with a float32 scale for each row along the last axis.
-      keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. False takes the same steps without,
-        and excludes the clip, exact mode and `prev_grad_dtype`: see :func:`scale_by_mars`.
-      weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars`.
-      implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
-        ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
+      weight_dimension_numbers: ... None: each leaf is clipped as a whole.
 
     Returns:
       A transformation with state :class:`ScaleByMarsLionState`.
-
-    Raises:
-      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
-        ``update``, if a gradient is not, or the state is another transformation's.
-      ValueError: As :func:`scale_by_mars`.
-      NotImplementedError: At ``update``, if kernels were asked for and cannot run.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -159,41 +135,9 @@ def mars_lion(
     is allocated there and stays zero.
 
     Args:
-      learning_rate: :math:`\eta_t`, a number or a schedule of the step count, which starts at 0.
-        Every entry moves by it: choose it well below AdamW's.
-      b1: Decay rate of the momentum, in [0, 1).
-      gamma: Scale of the correction, a number or a schedule.
-      weight_decay: :math:`\lambda` of the matrices, a number or a schedule.
-      mask: Which leaves decay, as in :func:`mars`.
-      max_norm: Bound > 0 on the norm of each matrix's corrected gradient; None for no clip.
-      correction: ``"approx"``, ``"exact"`` (with ``update(..., grad_fn=f)``) or ``"none"``, see
-        :func:`scale_by_mars_lion`.
-      first_step: ``"zeros"`` or ``"no_correction"``.
-      optimize_1d: Whether the other leaves, too, get the rule of MARS-Lion, with the main values.
-        The values `*_1d` are not used then.
-      learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
-        `learning_rate`. AdamW wants a larger one than a sign does.
-      b1_1d: Decay rate of their first moment, in [0, 1).
-      b2_1d: Decay rate of their second moment, in [0, 1).
-      eps_1d: Their epsilon, >= 0; None for 1e-8.
-      weight_decay_1d: Their weight decay; None for `weight_decay`.
-      weight_dimension_numbers: Which leaves are matrices, as in :func:`mars`.
-      mu_dtype: Storage dtype of the first moments; None for the parameter's.
-      prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
-      keep_prev_grad: Whether the state keeps the previous gradient, see :func:`scale_by_mars_lion`.
-      implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``,
-        kernels for Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in
-        :func:`fused_step` alone, where they were measured to be faster.
-      eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
-        0.
-
-    Returns:
-      An optimizer, as :func:`mars` does.
-
-    Raises:
-      TypeError: As :func:`mars`.
-      ValueError: As :func:`mars`.
-      NotImplementedError: As :func:`mars`.
+      learning_rate: ... Every entry moves by it: choose it well below AdamW's.
+      learning_rate_1d: ... AdamW wants a larger one than a sign does.
+      weight_dimension_numbers: ... None: all leaves of rank >= 2, each as a whole.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -62,9 +62,8 @@ def scale_by_mars_m(
     learning rates and decays are a start. The direction :math:`u_t` has the sign of the gradient
     and the gradient's dtype; :func:`orthogonalize` tells what the iteration does.
 
-    At the first step :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1 / (1-\beta_1)` under
-    ``first_step="zeros"``, as in the reference code, and :math:`c_1 = g_1` under
-    ``"no_correction"``; the direction is nearly the same, but the moving average is not.
+    At the first step both values of `first_step` give nearly the same direction, but not the same
+    moving average.
 
     Differences from the reference code: each slice of a stack has its own norm, its own clip and
     the factor of its own shape, where there one norm serves the whole stack and the factor comes
@@ -74,41 +73,14 @@ def scale_by_mars_m(
     there their product is frozen at construction.
 
     Args:
-      b1: Decay rate :math:`\beta_1` of the momentum, in [0, 1). 0 turns the correction off.
-      gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of
-        the step count, which starts at 0. The coefficient is computed in at least float32.
-      max_norm: Bound > 0 on the norm of each corrected gradient; None turns the clipping off.
-      correction: ``"approx"``, the gradient of the previous step; ``"exact"``, that of this step's
-        batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
-        ``f(previous_params)`` (the state keeps these in place of the previous gradient, and
-        `params` is required); or ``"none"``.
-      first_step: ``"zeros"`` or ``"no_correction"``, see above.
-      mu_dtype: Storage dtype of :math:`m`; None for each parameter's own.
-      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own. An 8-bit
-        float is stored with a float32 scale for each row along the last axis.
-      keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. False takes the same steps without,
-        and excludes the clip, exact mode and `prev_grad_dtype`: see :func:`scale_by_mars`.
-      weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars_shampoo`. None:
-        every leaf is a matrix (in, out) of rank 2.
-      implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
-        ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
-      ns_steps: Number of iterations, an integer >= 0. 0 leaves the matrix over its Frobenius norm.
-      ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
-      ns_dtype: The dtype of the iteration.
-      ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
-      newton_schulz_fn: A function in place of the iteration: it gets the momentum as a stack
-        (batch, in, out) of at least float32, and returns the same shape and dtype. The shape factor
-        comes after.
+      weight_dimension_numbers: ... None: every leaf is a matrix (in, out) of rank 2.
 
     Returns:
       A transformation with state :class:`ScaleByMarsMState`.
 
     Raises:
-      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
-        ``update``, if a gradient is not, or the state is another transformation's.
-      ValueError: As :func:`scale_by_mars`; at ``init``, if a leaf is no matrix; at ``update``, if
-        `newton_schulz_fn` returns another shape or dtype.
-      NotImplementedError: At ``update``, if kernels were asked for and cannot run.
+      ValueError: ... Also at ``init``, if a leaf is no matrix; at ``update``, if `newton_schulz_fn`
+        returns another shape or dtype.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -200,46 +172,12 @@ def mars_m(
     :math:`\varepsilon / \sqrt{1 - \beta_2^t}` here.
 
     Args:
-      learning_rate: :math:`\eta_t`, a number or a schedule of the step count, which starts at 0.
-      b1: Decay rate of the momentum, in [0, 1).
-      gamma: Scale of the correction, a number or a schedule.
-      weight_decay: :math:`\lambda` of the matrices, a number or a schedule. It is multiplied by the
-        learning rate alone, not by the factor of the matrix's shape.
-      mask: Which leaves decay, as in :func:`mars`.
-      ns_steps: Number of Newton-Schulz iterations, an integer >= 0; 0 leaves the normalized matrix.
-      ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
-      ns_dtype: The dtype of the iteration.
-      ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
-      newton_schulz_fn: A function in place of the iteration, as in :func:`scale_by_mars_m`.
-      max_norm: Bound > 0 on the norm of each matrix's corrected gradient; None for no clip.
-      correction: ``"approx"``, ``"exact"`` (with ``update(..., grad_fn=f)``) or ``"none"``, see
-        :func:`scale_by_mars_m`.
-      first_step: ``"zeros"`` or ``"no_correction"``.
-      learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
-        `learning_rate`.
-      b1_1d: Decay rate of their first moment, in [0, 1).
-      b2_1d: Decay rate of their second moment, in [0, 1).
-      eps_1d: Their epsilon, >= 0; None for 1e-8.
-      weight_decay_1d: Their weight decay; None for `weight_decay`.
-      weight_dimension_numbers: Which leaves are matrices, as in :func:`mars_shampoo`. None: leaves
-        of exactly rank 2. Embeddings and output layers are among these; the reference gives them to
-        AdamW: ``dimension_numbers_by_path([("embed|head", None)])``.
-      mu_dtype: Storage dtype of the first moments; None for the parameter's.
-      prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
-      keep_prev_grad: Whether the state keeps the previous gradient, see :func:`scale_by_mars_m`.
-      implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
-        ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs, with which steps of
-        :func:`mars_m` were measured to be slower.
-      eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
-        0.
-
-    Returns:
-      An optimizer, as :func:`mars` does.
-
-    Raises:
-      TypeError: As :func:`mars`.
-      ValueError: As :func:`mars`.
-      NotImplementedError: As :func:`mars`.
+      weight_decay: ... It is multiplied by the learning rate alone, not by the factor of the
+        matrix's shape.
+      weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings and output layers are
+        among these; the reference gives them to AdamW:
+        ``dimension_numbers_by_path([("embed|head", None)])``.
+      implementation: ... With kernels, steps of :func:`mars_m` were measured to be slower.
 
     Examples:
       >>> import jax.numpy as jnp

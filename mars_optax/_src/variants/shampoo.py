@@ -64,9 +64,8 @@ def scale_by_mars_shampoo(
     the sign of the gradient and the gradient's dtype; :func:`orthogonalize` tells what the
     iteration does.
 
-    At the first step :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1 / (1-\beta_1)` under
-    ``first_step="zeros"``, as in the reference code, and :math:`c_1 = g_1` under
-    ``"no_correction"``; the direction is nearly the same, but the moving average is not.
+    At the first step both values of `first_step` give nearly the same direction, but not the same
+    moving average.
 
     Differences: the clip is in the reference code, but not in the paper's Algorithm 4; a step of
     the iteration is (a I + b A + c A A) X with :math:`A = X X^T`, in the reference code
@@ -74,43 +73,15 @@ def scale_by_mars_shampoo(
     moment is allocated.
 
     Args:
-      b1: Decay rate :math:`\beta_1` of the momentum, in [0, 1). 0 turns the correction off.
-      gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of
-        the step count, which starts at 0. The coefficient is computed in at least float32.
-      max_norm: Bound > 0 on the norm of each corrected gradient; None turns the clipping off.
-      correction: ``"approx"``, the gradient of the previous step; ``"exact"``, that of this step's
-        batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
-        ``f(previous_params)`` (the state keeps these in place of the previous gradient, and
-        `params` is required); or ``"none"``.
-      first_step: ``"zeros"`` or ``"no_correction"``, see above.
-      mu_dtype: Storage dtype of :math:`m`; None for each parameter's own.
-      prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own. An 8-bit
-        float is stored with a float32 scale for each row along the last axis.
-      keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. False takes the same steps without,
-        and excludes the clip, exact mode and `prev_grad_dtype`: see :func:`scale_by_mars`.
-      weight_dimension_numbers: Axes of the matrices: a
-        :class:`optax.contrib.MuonDimensionNumbers`, a tree of them, or a callable
-        ``params -> tree``. None: every leaf is a matrix (in, out) of rank 2.
-      implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
-        ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs.
-      ns_steps: Number of iterations, an integer >= 0. 0 leaves the matrix over its Frobenius norm.
-      ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
-      ns_dtype: The dtype of the iteration.
-      ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
-      newton_schulz_fn: A function in place of the iteration: it gets the momentum divided by
-        1 - b1 as a stack (batch, in, out) of at least float32, and returns the same shape and
-        dtype. The shape factor comes after.
+      weight_dimension_numbers: ... None: every leaf is a matrix (in, out) of rank 2.
       eps: Added to the Frobenius norm, >= 0.
 
     Returns:
       A transformation with state :class:`ScaleByMarsShampooState`.
 
     Raises:
-      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
-        ``update``, if a gradient is not, or the state is another transformation's.
-      ValueError: As :func:`scale_by_mars`; at ``init``, if a leaf is no matrix; at ``update``, if
-        `newton_schulz_fn` returns another shape or dtype.
-      NotImplementedError: At ``update``, if kernels were asked for and cannot run.
+      ValueError: ... Also at ``init``, if a leaf is no matrix; at ``update``, if `newton_schulz_fn`
+        returns another shape or dtype.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -206,51 +177,13 @@ def mars_shampoo(
     values.
 
     Args:
-      learning_rate: :math:`\eta_t`, a number or a schedule of the step count, which starts at 0.
-      b1: Decay rate of the momentum, in [0, 1).
-      gamma: Scale of the correction, a number or a schedule.
-      weight_decay: :math:`\lambda` of the matrices, a number or a schedule.
-      mask: Which leaves decay, as in :func:`mars`.
       b2: Decay rate, in [0, 1), of the second moment of the other leaves under `optimize_1d`.
       eps: Epsilon >= 0 of the orthogonalization, and of the other leaves.
-      ns_steps: Number of Newton-Schulz iterations, an integer >= 0; 0 leaves the normalized matrix.
-      ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
-      ns_dtype: The dtype of the iteration.
-      ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
-      newton_schulz_fn: A function in place of the iteration, as in :func:`scale_by_mars_shampoo`.
-      max_norm: Bound > 0 on the norm of each matrix's corrected gradient; None for no clip.
-      correction: ``"approx"``, ``"exact"`` (with ``update(..., grad_fn=f)``) or ``"none"``, see
-        :func:`scale_by_mars_shampoo`.
-      first_step: ``"zeros"`` or ``"no_correction"``.
       optimize_1d: Whether the other leaves, too, get a variance-reduced rule, that of :func:`mars`.
-      learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
-        `learning_rate`. Not used under `optimize_1d`.
-      b1_1d: Decay rate of their first moment, in [0, 1). Not used under `optimize_1d`.
-      b2_1d: Decay rate of their second moment, in [0, 1). Not used under `optimize_1d`.
-      eps_1d: Their epsilon, >= 0; None for `eps`. Not used under `optimize_1d`.
-      weight_decay_1d: Their weight decay; None for `weight_decay`. Not used under `optimize_1d`.
-      weight_dimension_numbers: Which leaves are matrices and which of their axes are reduction and
-        output axes; slices along other axes are matrices of their own. As in :func:`mars`, but
-        None: leaves of exactly rank 2. Embeddings are among these: name them to leave them out.
-      mu_dtype: Storage dtype of the first moments; None for the parameter's.
-      prev_grad_dtype: Storage dtype of the previous gradient; None for the parameter's.
-      keep_prev_grad: Whether the state keeps the previous gradient, see
-        :func:`scale_by_mars_shampoo`. False excludes `optimize_1d`.
-      implementation: What executes norms and the elementwise part: None or ``"xla"`` for XLA,
-        ``"pallas"`` for kernels on Hopper GPUs and (norms aside) TPUs, with which steps of
-        :func:`mars_m` were measured to be slower.
-      amsgrad: Whether the other leaves use their largest second moment so far.
-      nu_dtype: Storage dtype of their second moments; None for the parameter's, at least float32.
-      eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
-        0. Also under `optimize_1d`.
-
-    Returns:
-      An optimizer, as :func:`mars` does.
-
-    Raises:
-      TypeError: As :func:`mars`.
-      ValueError: As :func:`mars`.
-      NotImplementedError: As :func:`mars`.
+        The values `*_1d` but `eps_root_1d` are not used then.
+      weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings are among these: name
+        them to leave them out.
+      implementation: ... With kernels, steps of :func:`mars_m` were measured to be slower.
 
     Examples:
       >>> import jax.numpy as jnp

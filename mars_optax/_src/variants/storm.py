@@ -40,31 +40,20 @@ def storm_adamw(
     change. At the first step :math:`c_1 = g_1`.
 
     Args:
-      learning_rate: A number or a schedule of the step count, which starts at 0.
       gamma: Weight :math:`\gamma_t` of the fresh gradient, usually in (0, 1]; a number or a
         schedule. Small values average over many steps.
-      b1: Decay rate of the first moment, in [0, 1).
-      b2: Decay rate of the second moment, in [0, 1).
-      eps: Added to the root of the second moment, >= 0.
+      b1: Decay rate :math:`\beta_1` of the first moment, in [0, 1).
       weight_decay: A number or a schedule, multiplied by the learning rate.
-      mask: Which leaves decay, as in :func:`mars`.
       correction_clip: Bound > 0 on the L2 norm, over all leaves together, of
         :math:`(1-\gamma_t)(c_{t-1} - g'_t)`; None for no bound. It limits what an outlier leaves
         behind, since the recursion has no decay of its own but :math:`1-\gamma_t`.
       nesterov: Whether to use Nesterov momentum, as in :func:`optax.adamw`.
-      mu_dtype: Storage dtype of the first moment; None for the parameter's.
       eps_root: Added to the second moment inside the root, after the bias correction, >= 0, as in
         :func:`optax.adamw`.
 
     Returns:
       An optimizer, whose `update` takes the keyword `grad_fn`: a function from parameters to the
       gradients of this step's batch.
-
-    Raises:
-      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
-        ``update``, if a gradient is not, or the state is another transformation's.
-      ValueError: If an argument is out of its range; at ``update``, if gradients have other shapes,
-        the state was made with other settings, or without `grad_fn` or `params`.
 
     Examples:
       >>> import jax
