@@ -46,7 +46,7 @@ def optimizer(
       default: Which leaves are matrices, where `weight_dimension_numbers` is None.
       implementation: What executes the rules, see :func:`execute.elementwise`.
     """
-    rates = {key: settings[key] for key in ("learning_rate", "weight_decay")}
+    rates = {key: settings[key] for key in ("weight_decay", "learning_rate")}
     if vector_rule is not None:
         rates |= {f"{key}_1d": settings.get(f"{key}_1d", rates[key]) for key in list(rates)}
         rates |= {key: rates[key[:-3]] for key, value in rates.items() if value is None}
