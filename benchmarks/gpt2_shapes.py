@@ -85,7 +85,7 @@ def dimension_numbers(params: Any, *, embeddings: bool) -> Any:
     """Declares the matrices: the last two axes of kernels, and of embeddings where asked for.
 
     Args:
-      params: a tree of :func:`shapes`, or the state of a :class:`benchmarks.gpt.GPT`.
+      params: a tree of :func:`shapes`, or the state of a :class:`benchmarks.models.GPT`.
       embeddings: whether the two embeddings are matrices. They are for the elementwise rules,
         whose clip is each matrix's own; Newton-Schulz leaves them to the vectors' rule.
 
