@@ -22,13 +22,26 @@ from typing import Any
 from unittest import mock
 
 import jax
+import numpy as np
 from absl import logging
 from jax.extend import backend as jax_backend
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import command, gpt2_shapes, output
-from benchmarks.steps import shardings, step_candidates, step_loop, timing
+from benchmarks.steps import step_candidates, step_loop, timing
 from tests.support import collectives
 
+AXIS = "devices"
+# The leaves, as in `gpt2_shapes.LAYOUTS`, and how they are sharded.
+LAYOUTS = (
+    "flat/replicated",
+    "flat/fsdp",
+    "stacked/replicated",
+    "stacked/fsdp",
+    "stacked/layers",
+)
+
+_spec: Any = PartitionSpec  # untyped in JAX
 _THRESHOLD = "mars_optax._src.spread.SHORTEST_TO_DIVIDE"
 
 
@@ -47,9 +60,9 @@ def parser() -> command.Flags:
     )
     group.add_argument(
         "--shardings",
-        type=command.subset(shardings.LAYOUTS),
+        type=command.subset(LAYOUTS),
         default="flat/replicated,flat/fsdp,stacked/layers",
-        help=f"some of {','.join(shardings.LAYOUTS)}",
+        help=f"some of {','.join(LAYOUTS)}",
     )
     group.add_argument(
         "--loop_if",
@@ -59,6 +72,100 @@ def parser() -> command.Flags:
     )
     group.add_argument("--limit", type=command.seconds, help="begin no row after so many seconds")
     return parser
+
+
+def make_mesh(devices: int) -> Mesh:
+    """Makes a mesh of the first of the devices, whose axis is left to the compiler."""
+    return Mesh(np.array(jax.devices()[:devices]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def fsdp_spec(shape: Sequence[int], devices: int) -> PartitionSpec:
+    """Returns the spec of an array that is cut along its largest axis.
+
+    Args:
+      shape: of the array.
+      devices: number of pieces.
+
+    Returns:
+      A spec with the largest axis that is a multiple of `devices`, the first of equally large ones.
+      An array without such an axis stays whole.
+    """
+    divisible = [axis for axis, size in enumerate(shape) if size and size % devices == 0]
+    if not divisible:
+        spec: PartitionSpec = _spec()
+        return spec
+    largest = max(divisible, key=lambda axis: shape[axis])
+    spec = _spec(*(AXIS if axis == largest else None for axis in range(len(shape))))
+    return spec
+
+
+def _layers_spec(path: Any, shape: Sequence[int], devices: int) -> PartitionSpec:
+    if getattr(path[0], "key", None) != "blocks":
+        return fsdp_spec(shape, devices)
+    if shape[0] % devices:
+        raise ValueError(
+            f"Expected a multiple of {devices} layers, to give each device as many, got "
+            f"{shape[0]}. Take a number of --devices that divides it."
+        )
+    spec: PartitionSpec = _spec(AXIS)
+    return spec
+
+
+def of_params(params: Any, sharding: str, mesh: Mesh) -> Any:
+    """Chooses the shardings of the parameters.
+
+    Args:
+      params: tree of :func:`gpt2_shapes.shapes`, concrete or abstract.
+      sharding: "replicated"; "fsdp", see :func:`fsdp_spec`; or "layers", the leaves of all layers
+        along their first axis, and the others as in "fsdp".
+      mesh: of one axis, `AXIS`.
+
+    Returns:
+      A tree of shardings.
+
+    Raises:
+      ValueError: If the layers do not come out even.
+    """
+    devices = mesh.shape[AXIS]
+    specs: dict[str, Callable[[Any, Sequence[int]], PartitionSpec]] = {
+        "replicated": lambda path, shape: _spec(),
+        "fsdp": lambda path, shape: fsdp_spec(shape, devices),
+        "layers": lambda path, shape: _layers_spec(path, shape, devices),
+    }
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, specs[sharding](path, leaf.shape)), params
+    )
+
+
+def of_state(state: Any, params: Any, where: Any, mesh: Mesh) -> Any:
+    """Chooses the shardings of an optimizer's state: each buffer lies as its parameter.
+
+    Args:
+      state: the state, concrete or abstract, in whatever wrappers.
+      params: the parameters that it was made for, likewise.
+      where: the parameters' shardings.
+      mesh: their mesh.
+
+    Returns:
+      A tree of shardings: those of leaves whose path ends with a parameter's and which have its
+      shape are the parameter's; the others are replicated.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    by_path = {
+        path: (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(where), strict=True)
+    }
+    lengths = {len(path) for path in by_path}
+
+    def of_leaf(path: Any, leaf: Any) -> NamedSharding:
+        for length in lengths:
+            shape, sharding = by_path.get(path[len(path) - length :], (None, None))
+            if sharding is not None and shape == leaf.shape:
+                found: NamedSharding = sharding
+                return found
+        return NamedSharding(mesh, _spec())
+
+    return jax.tree_util.tree_map_with_path(of_leaf, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +241,7 @@ def measure(
     Args:
       entry: the optimizer.
       host: "params", "grads" and "prev_grads", as NumPy arrays.
-      layout: out of `shardings.LAYOUTS`.
+      layout: out of `LAYOUTS`.
       devices: how many.
       steps: number of steps before the devices are waited for.
       repeats: number of times that is timed.
@@ -143,15 +250,15 @@ def measure(
     Returns:
       The figures.
     """
-    mesh = shardings.mesh(devices)
-    where = shardings.of_params(host["params"], layout.partition("/")[2], mesh)
+    mesh = make_mesh(devices)
+    where = of_params(host["params"], layout.partition("/")[2], mesh)
     params, grads, prev_grads = (
         jax.device_put(host[name], where) for name in ("params", "grads", "prev_grads")
     )
     transformation = entry.candidate.build(host["params"])
     step = entry.candidate.step(transformation)
     abstract = jax.eval_shape(transformation.init, params)
-    state_where = shardings.of_state(abstract, params, where, mesh)
+    state_where = of_state(abstract, params, where, mesh)
     state = jax.jit(transformation.init, out_shardings=state_where)(params)
     carry = step_loop.Carry.of(abstract, params)
     pinned = (where, carry.carried(state_where))
@@ -225,7 +332,7 @@ def rows(
 
     Args:
       models: out of `gpt2_shapes.MODELS`.
-      layouts: out of `shardings.LAYOUTS`; on one device what is sharded there is whole.
+      layouts: out of `LAYOUTS`; on one device what is sharded there is whole.
       devices: numbers of devices.
       names: of the optimizers.
       inner: steps in a measurement, None for :func:`default_inner`.

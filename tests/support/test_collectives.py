@@ -9,7 +9,6 @@ from absl.testing import absltest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.steps import shardings
 from tests.support import collectives
 
 _TEXT = """\
@@ -163,7 +162,7 @@ class TotalsTest(absltest.TestCase):
         self.assertEqual(found["reduce-scatter"].count, 1)
 
     def test_the_compilers_own_text(self):
-        mesh = shardings.mesh(8)
+        mesh = jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Auto,))
         cut = jax.NamedSharding(mesh, P("devices"))
         x = jax.device_put(jnp.ones((16, 3)), cut)
         whole = jax.NamedSharding(mesh, P())

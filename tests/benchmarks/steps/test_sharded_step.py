@@ -18,7 +18,7 @@ from absl.testing import absltest, parameterized
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import gpt2_shapes
-from benchmarks.steps import sharded_step, shardings
+from benchmarks.steps import sharded_step
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _ENTRIES = {one.name: one for one in sharded_step.entries()}
@@ -37,11 +37,11 @@ class ShardingsTest(parameterized.TestCase):
         ("empty", (0, 7), 2, P()),
     )
     def test_fsdp_takes_the_largest_axis_that_comes_out_even(self, shape, devices, expected):
-        self.assertEqual(shardings.fsdp_spec(shape, devices), expected)
+        self.assertEqual(sharded_step.fsdp_spec(shape, devices), expected)
 
     def specs(self, leaves: str, sharding: str, devices: int = 2):
-        tree = shardings.of_params(
-            gpt2_shapes.shapes("tiny", leaves), sharding, shardings.mesh(devices)
+        tree = sharded_step.of_params(
+            gpt2_shapes.shapes("tiny", leaves), sharding, sharded_step.make_mesh(devices)
         )
         return jax.tree.map(lambda one: one.spec, tree)
 
@@ -58,10 +58,10 @@ class ShardingsTest(parameterized.TestCase):
     @parameterized.parameters("mars_m", "mars", "muon", "adamw")
     def test_the_state_lies_as_the_parameters(self, name: str):
         params = gpt2_shapes.shapes("tiny", "flat")
-        mesh = shardings.mesh(8)
-        where = shardings.of_params(params, "fsdp", mesh)
+        mesh = sharded_step.make_mesh(8)
+        where = sharded_step.of_params(params, "fsdp", mesh)
         state = jax.eval_shape(_ENTRIES[name].candidate.build(params).init, params)
-        found = shardings.of_state(state, params, where, mesh)
+        found = sharded_step.of_state(state, params, where, mesh)
         kernels = [
             (leaf.shape, one.spec)
             for leaf, one in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True)
