@@ -1,6 +1,6 @@
 """A GPT as plain functions, made for throughput: layers stacked, no array of all logits.
 
-The same function as `gpt.GPT` with tied embeddings and without biases.
+The same function as `models.GPT` with tied embeddings and without biases.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Config:
 
 
 def init(config: Config, key: jax.Array) -> Params:
-    """Draws parameters as `gpt.GPT` has them, float32.
+    """Draws parameters as `models.GPT` has them, float32.
 
     Args:
       config: the model.
