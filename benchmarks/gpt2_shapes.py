@@ -121,3 +121,9 @@ def normal(tree: Any, scale: float, seed: int) -> Any:
         return np.resize(np.roll(pool, int(rng.integers(pool.size))), leaf.shape)
 
     return jax.tree.map(fill, tree)
+
+
+def operands(tree: Any) -> dict[str, Any]:
+    """Returns what a step takes, as :func:`normal` makes it: "params", "grads", "prev_grads"."""
+    scales = {"params": 0.02, "grads": 0.01, "prev_grads": 0.01}
+    return {name: normal(tree, scale, seed) for seed, (name, scale) in enumerate(scales.items())}

@@ -110,3 +110,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
         lines.append("  ".join([first, *others]))
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(lines)
+
+
+def cell(row: Mapping[str, Any], key: str, form: str, factor: float = 1) -> str:
+    """Formats a multiple of a figure of a row; "-" where it was not measured."""
+    value = row.get(key)
+    return "-" if value is None else format(factor * value, form)
+
+
+def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Says why rows have no figures, a line each."""
+    return [f"{row['name']}: no figures. {row['error']}" for row in rows if "error" in row]

@@ -348,12 +348,7 @@ def rows(
 
     @functools.lru_cache(maxsize=1)
     def trees(model: str, leaves: str) -> dict[str, Any]:
-        abstract = gpt2_shapes.shapes(model, leaves)
-        scales = {"params": 0.02, "grads": 0.01, "prev_grads": 0.01}
-        return {
-            name: gpt2_shapes.normal(abstract, scale, seed)
-            for seed, (name, scale) in enumerate(scales.items())
-        }
+        return gpt2_shapes.operands(gpt2_shapes.shapes(model, leaves))
 
     def figures(entry: Entry, model: str, layout: str, count: int, steps: int) -> dict[str, Any]:
         if limit is not None and time.monotonic() - began > limit:
@@ -422,21 +417,18 @@ _HEADER = [
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    def of(key: str, form: str, factor: float = 1.0) -> str:
-        return "-" if row.get(key) is None else format(factor * row[key], form)
-
     kinds = ", ".join(f"{one['count']} {one['kind']}" for one in row["collectives"])
     return [
         row["name"],
-        of("ms", ".3f"),
+        output.cell(row, "ms", ".3f"),
         f"{row['ms_min']:.3f}..{row['ms_max']:.3f}",
-        of("over_adamw", ".2f"),
-        of("loop_ms", ".3f"),
-        of("loop_over_adamw", ".2f"),
-        of("trace_seconds", ".1f"),
-        of("compile_seconds", ".1f"),
-        of("temporary_bytes", ".1f", 1e-6),
-        of("collective_bytes", ".3f", 1e-6),
+        output.cell(row, "over_adamw", ".2f"),
+        output.cell(row, "loop_ms", ".3f"),
+        output.cell(row, "loop_over_adamw", ".2f"),
+        output.cell(row, "trace_seconds", ".1f"),
+        output.cell(row, "compile_seconds", ".1f"),
+        output.cell(row, "temporary_bytes", ".1f", 1e-6),
+        output.cell(row, "collective_bytes", ".3f", 1e-6),
         "yes" if row["collective_in_loop"] else "no",
         kinds or "none",
     ]
@@ -457,7 +449,7 @@ def text(measured: Sequence[dict[str, Any]]) -> str:
         ]
         if good:
             lines.append(output.aligned([_HEADER, *map(_cells, good)]))
-        lines += [f"{row['name']}: no figures. {row['error']}" for row in members if "error" in row]
+        lines += output.failures(members)
         lines += [f"{row['name']}: with {row['patched']}" for row in good if "patched" in row]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)

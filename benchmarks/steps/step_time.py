@@ -179,11 +179,7 @@ def rows(
             "leaves": len(jax.tree.leaves(shapes)),
             "steps": steps,
         }
-        scales = {"params": 0.02, "grads": 0.01, "prev_grads": 0.01}
-        host = {
-            name: gpt2_shapes.normal(shapes, scale, seed)
-            for seed, (name, scale) in enumerate(scales.items())
-        }
+        host = gpt2_shapes.operands(shapes)
         for name in torch_names if layout == "flat" else ():
             measure = functools.partial(_torch_row, name, host, backend, steps, repeats)
             yield command.guarded({"name": name, **common}, measure)
@@ -288,11 +284,6 @@ def complete_training(rows: Sequence[Row], ceilings: Mapping[str, Any]) -> list[
     return completed
 
 
-def _format(row: Row, key: str, form: str, factor: float = 1.0) -> str:
-    value = row.get(key)
-    return "-" if value is None else format(factor * value, form)
-
-
 _HEADER = [
     "optimizer",
     "ms",
@@ -315,19 +306,19 @@ def _cells(row: Row) -> list[str]:
     per_parameter = 1 / row["parameters"]
     return [
         row["name"],
-        _format(row, "ms", ".3f"),
+        output.cell(row, "ms", ".3f"),
         f"{row['ms_min']:.3f}..{row['ms_max']:.3f}",
-        _format(row, "floor_bytes", ".1f", per_parameter),
-        _format(row, "share_of_floor", ".2f"),
-        _format(row, "share_of_matmul", ".2f"),
-        _format(row, "over_adamw", ".2f"),
-        _format(row, "over_torch", ".2f"),
-        _format(row, "trace_seconds", ".1f"),
-        _format(row, "compile_seconds", ".1f"),
-        _format(row, "temporary_bytes", ".0f", 1e-6),
-        _format(row, "kernels", "d", 1),
-        _format(row, "copied_bytes", ".1f", per_parameter),
-        _format(row, "hoisted_arrays", "d", 1),
+        output.cell(row, "floor_bytes", ".1f", per_parameter),
+        output.cell(row, "share_of_floor", ".2f"),
+        output.cell(row, "share_of_matmul", ".2f"),
+        output.cell(row, "over_adamw", ".2f"),
+        output.cell(row, "over_torch", ".2f"),
+        output.cell(row, "trace_seconds", ".1f"),
+        output.cell(row, "compile_seconds", ".1f"),
+        output.cell(row, "temporary_bytes", ".0f", 1e-6),
+        output.cell(row, "kernels", "d", 1),
+        output.cell(row, "copied_bytes", ".1f", per_parameter),
+        output.cell(row, "hoisted_arrays", "d", 1),
     ]
 
 
@@ -337,10 +328,6 @@ def groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     for row in rows:
         grouped.setdefault((row["model"], row["layout"]), []).append(row)
     return grouped
-
-
-def _failures(rows: Sequence[Row]) -> list[str]:
-    return [f"{row['name']}: no figures. {row['error']}" for row in rows if "error" in row]
 
 
 def text(tree: Mapping[str, Any]) -> str:
@@ -359,25 +346,25 @@ def text(tree: Mapping[str, Any]) -> str:
         good = [row for row in rows if "error" not in row]
         table = output.aligned([_HEADER, *map(_cells, good)]) if good else ""
         title = f"{model}, {layout}: {first['parameters']:,} parameters in {first['leaves']} leaves"
-        parts.append("\n".join(filter(None, [title, table, *_failures(rows)])))
+        parts.append("\n".join(filter(None, [title, table, *output.failures(rows)])))
     if tree["training"]:
         header = ["training step", "ms", "range", "% over sgd", "% over adamw", "of matmul"]
         good = [row for row in tree["training"] if "error" not in row]
         cells = [
             [
                 row["name"],
-                _format(row, "ms", ".2f"),
+                output.cell(row, "ms", ".2f"),
                 f"{row['ms_min']:.2f}..{row['ms_max']:.2f}",
-                _format(row, "percent_over_sgd", "+.2f"),
-                _format(row, "percent_over_adamw", "+.2f"),
-                _format(row, "share_of_matmul", ".2f"),
+                output.cell(row, "percent_over_sgd", "+.2f"),
+                output.cell(row, "percent_over_adamw", "+.2f"),
+                output.cell(row, "share_of_matmul", ".2f"),
             ]
             for row in good
         ]
         first = tree["training"][0]
         title = f"{first['parameters']:,} parameters, {first['tokens']:,} tokens a step"
         parts.append(
-            "\n".join([title, output.aligned([header, *cells]), *_failures(tree["training"])])
+            "\n".join([title, output.aligned([header, *cells]), *output.failures(tree["training"])])
         )
     return "\n\n".join(parts)
 
