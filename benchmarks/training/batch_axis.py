@@ -1,16 +1,4 @@
-r"""Draws recorded results of `large_batch` against the batch size, and makes their table.
-
-    python -m benchmarks.training.batch_axis
-
-draws the recorded results: the picture of the page on large batches, and its table. Of results of
-your own:
-
-    python -m benchmarks.training.batch_axis runs/large_batch/batch_*/results.json \
-        --pairs=mars/nadamw,mars_m/muon
-
-A pair is an optimizer and what it is compared with. `batch_axis.png` and `batch_axis.md` are in the
-folder `--out`.
-"""
+"""Results of `large_batch` over the batch size: their table, and what is drawn of them."""
 
 import json
 import pathlib
@@ -18,15 +6,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import command, output
-from benchmarks.training import curves, evidence, grid, large_batch, optimizers, report
+from benchmarks.training import curves, grid, large_batch, optimizers, report
 
 # Summaries by the tokens of a batch, then by optimizer.
 Axis = Mapping[int, Mapping[str, report.Summary]]
 
 # What is shown of the recorded results.
-TABLE = evidence.RESULTS / "large_batch_h200.md"
-PICTURE = evidence.IMAGES / "large_batches.png"
 LABELS = {
     "adamw:b2=0.99": "AdamW",
     "nadamw:b2=0.99": "Nesterov AdamW",
@@ -41,11 +26,6 @@ PAIRS = [
     ("mars:b1=0.95:b2=0.99:gamma=0.1", "nadamw:b2=0.99"),
     ("mars_m:b2_1d=0.99", "muon:b2_1d=0.99"),
 ]
-
-
-def recorded() -> Axis:
-    """Reads the recorded results."""
-    return read(sorted(evidence.RESULTS.glob("large_batch_*_h200.json")))
 
 
 def read(paths: Sequence[pathlib.Path]) -> Axis:
@@ -90,12 +70,13 @@ def read(paths: Sequence[pathlib.Path]) -> Axis:
     }
 
 
-def _names(axis: Axis) -> list[str]:
+def names(axis: Axis) -> list[str]:
+    """Returns the optimizers, in order of appearance."""
     return list(dict.fromkeys(name for summaries in axis.values() for name in summaries))
 
 
 def _reader(name: str) -> str:
-    return evidence.row_name(optimizers.parse_optimizer(name, large_batch.DOMAIN))
+    return curves.row_name(optimizers.parse_optimizer(name, large_batch.DOMAIN))
 
 
 def gains(axis: Axis, candidate: str, baseline: str) -> dict[int, list[float]]:
@@ -124,7 +105,7 @@ def table(axis: Axis, pairs: Sequence[tuple[str, str]]) -> str:
         return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
     losses = []
-    for name in _names(axis):
+    for name in names(axis):
         cells = []
         for summaries in axis.values():
             found = summaries.get(name)
@@ -185,19 +166,8 @@ def panels(
     return made
 
 
-def parser() -> command.Flags:
-    """Returns the flags."""
-    flags = command.Flags(
-        "training.batch_axis",
-        __doc__,
-        files="results.json of large_batch; by default the recorded ones",
-    )
-    flags.add_argument("--pairs", type=command.listed, help="CANDIDATE/BASELINE, several by commas")
-    flags.add_argument("--out", default="runs/batch_axis", help="folder of the results")
-    return flags
-
-
-def _pairs(texts: Sequence[str], known: Sequence[str]) -> list[tuple[str, str]]:
+def parse_pairs(texts: Sequence[str], known: Sequence[str]) -> list[tuple[str, str]]:
+    """Reads pairs, CANDIDATE/BASELINE, or raises a `ValueError` that names --pairs."""
     pairs = []
     for text in texts:
         candidate, _, baseline = text.partition("/")
@@ -210,29 +180,13 @@ def _pairs(texts: Sequence[str], known: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Reads the flags, writes the files, prints their names."""
-    flags = parser()
-    args = flags.parse_args(argv)
-    try:
-        if args.files:
-            axis = read([pathlib.Path(file) for file in args.files])
-            labels = {name: curves.name(name) for name in _names(axis)}
-            pairs = _pairs(args.pairs or (), list(labels))
-            out = output.make_folder(args.out)
-            written, picture = out / "batch_axis.md", out / "batch_axis.png"
-        elif args.pairs:
-            raise ValueError("Expected files with --pairs, got none. Name one.")
-        else:
-            axis, labels, pairs = recorded(), LABELS, PAIRS
-            written, picture = TABLE, PICTURE
-    except (OSError, ValueError) as error:
-        flags.fail(error)
-    written.write_text(f"{table(axis, pairs)}\n")
+def write(
+    axis: Axis,
+    pairs: Sequence[tuple[str, str]],
+    labels: Mapping[str, str],
+    text: pathlib.Path,
+    picture: pathlib.Path,
+) -> None:
+    """Writes the tables to a file of Markdown, and draws the panels; see `table` and `panels`."""
+    text.write_text(f"{table(axis, pairs)}\n")
     curves.draw(panels(axis, pairs, labels), picture)
-    print(written, picture, sep="\n")
-    return 0
-
-
-if __name__ == "__main__":
-    command.run("batch_axis", main)

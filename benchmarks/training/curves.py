@@ -22,6 +22,7 @@ from matplotlib.text import Annotation
 from scipy import optimize  # type: ignore[import-untyped, unused-ignore]
 
 from benchmarks.training import grid, report
+from benchmarks.training.optimizers import Optimizer
 
 _NAMES = {
     "adamw": "AdamW",
@@ -87,6 +88,24 @@ def name(optimizer: str) -> str:
     """Words an optimizer for a reader: `mars:gamma=0.1` is `MARS-AdamW, gamma 0.1`."""
     base, *settings = optimizer.split(":")
     return ", ".join([_NAMES.get(base, base), *(text.replace("=", " ") for text in settings)])
+
+
+def row_name(optimizer: Optimizer) -> str:
+    """Words an optimizer with its decay rates and its gamma, given or not.
+
+    `mars:gamma=0.1` of GPT-2 is `MARS-AdamW (0.9, 0.95), gamma 0.1`.
+    """
+    settings = dict(optimizer.settings)
+    betas = [settings[key] for key in ("b1", "beta", "b2") if key in settings]
+    numbers = ", ".join(map(str, betas))
+    parts = [f"{name(optimizer.base)} ({numbers})" if betas else name(optimizer.base)]
+    if "gamma" in settings:
+        parts.append(f"gamma {settings['gamma']:g}")
+    for override in optimizer.name.split(":")[1:]:
+        key, _, value = override.partition("=")
+        if key not in ("b1", "beta", "b2", "gamma"):
+            parts.append(f"{key} {value}")
+    return ", ".join(parts)
 
 
 def over_steps(

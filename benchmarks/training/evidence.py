@@ -8,7 +8,12 @@ writes all that is shown: the tables of `TABLES` beside their JSON files, and th
     python -m benchmarks.training.evidence runs/gpt2/results.json --tables=main,mars/gamma
 
 writes `results.md` and a picture for each table beside the file. Rows whose runs are not all there
-are left out, and named with the reason.
+are left out, and named with the reason. Of results of `large_batch`, one file for each batch size:
+
+    python -m benchmarks.training.evidence runs/large_batch/batch_*/results.json --out=runs \
+        --pairs=mars/nadamw,mars_m/muon
+
+writes `batch_axis.md` and `batch_axis.png`; a pair is an optimizer and what it is compared with.
 """
 
 import dataclasses
@@ -20,7 +25,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import command, output
-from benchmarks.training import curves, gpt2, grid, language_model, optimizers, report, vision
+from benchmarks.training import (
+    batch_axis,
+    curves,
+    gpt2,
+    grid,
+    language_model,
+    optimizers,
+    report,
+    vision,
+)
 
 DOMAINS = {
     "gpt2": gpt2.DOMAIN,
@@ -29,6 +43,9 @@ DOMAINS = {
 }
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 IMAGES = RESULTS.parent.parent / "docs" / "images"
+# Over batch sizes: the results, and what is shown of them.
+LARGE_BATCHES = sorted(RESULTS.glob("large_batch_*_h200.json"))
+LARGE_BATCH_FILES = (RESULTS / "large_batch_h200.md", IMAGES / "large_batches.png")
 
 # The recorded results whose tables are shown, and these.
 TABLES: Mapping[str, Sequence[str]] = {
@@ -145,24 +162,6 @@ def _title(tree: Mapping[str, Any]) -> str:
     return f"Images: a {kind} of {size}, {task['recipe']['epochs']} epochs"
 
 
-def row_name(optimizer: optimizers.Optimizer) -> str:
-    """Words an optimizer with its decay rates and its gamma, given or not.
-
-    `mars:gamma=0.1` of GPT-2 is `MARS-AdamW (0.9, 0.95), gamma 0.1`.
-    """
-    settings = dict(optimizer.settings)
-    betas = [settings[key] for key in ("b1", "beta", "b2") if key in settings]
-    numbers = ", ".join(map(str, betas))
-    parts = [f"{curves.name(optimizer.base)} ({numbers})" if betas else curves.name(optimizer.base)]
-    if "gamma" in settings:
-        parts.append(f"gamma {settings['gamma']:g}")
-    for override in optimizer.name.split(":")[1:]:
-        key, _, value = override.partition("=")
-        if key not in ("b1", "beta", "b2", "gamma"):
-            parts.append(f"{key} {value}")
-    return ", ".join(parts)
-
-
 def markdown_tables(
     summaries: Sequence[report.Summary],
     baseline: report.Summary,
@@ -277,7 +276,7 @@ def section(tree: Mapping[str, Any], table: str) -> tuple[str, list[report.Summa
     chosen, repeated = optimizers.distinct(
         [optimizers.parse_optimizer(text, domain) for text in texts]
     )
-    names = {optimizer.name: row_name(optimizer) for optimizer in chosen}
+    names = {optimizer.name: curves.row_name(optimizer) for optimizer in chosen}
     summaries, left_out = summarize(tree, chosen)
     parts = [f"**Table `{table}`**"]
     if summaries:
@@ -380,7 +379,32 @@ def write_recorded() -> list[pathlib.Path]:
     for picture in PICTURES:
         written.append(IMAGES / f"{picture}.png")
         curves.draw(panels(picture), written[-1])
-    return written
+    axis = batch_axis.read(LARGE_BATCHES)
+    batch_axis.write(axis, batch_axis.PAIRS, batch_axis.LABELS, *LARGE_BATCH_FILES)
+    return [*written, *LARGE_BATCH_FILES]
+
+
+def write_axis(
+    paths: Sequence[pathlib.Path], pairs: Sequence[str], out: pathlib.Path
+) -> list[pathlib.Path]:
+    """Writes the table and the picture of results at several batch sizes.
+
+    Args:
+      paths: the JSON files, see `batch_axis.read`.
+      pairs: as --pairs has them.
+      out: the folder to write to.
+
+    Returns:
+      The files written.
+
+    Raises:
+      ValueError: If these are no such results, or a pair is none of their optimizers.
+    """
+    axis = batch_axis.read(paths)
+    labels = {name: curves.name(name) for name in batch_axis.names(axis)}
+    files = (out / "batch_axis.md", out / "batch_axis.png")
+    batch_axis.write(axis, batch_axis.parse_pairs(pairs, list(labels)), labels, *files)
+    return list(files)
 
 
 def parser() -> command.Flags:
@@ -388,11 +412,17 @@ def parser() -> command.Flags:
     flags = command.Flags(
         "training.evidence",
         __doc__,
-        files=f"results.json of {' or '.join(DOMAINS)}; by default all shown",
+        files=f"results.json of {', '.join(DOMAINS)}, or of large_batch; by default all shown",
     )
     flags.add_argument(
         "--tables", type=command.listed, help="names of tables, by default main, or all"
     )
+    flags.add_argument(
+        "--pairs",
+        type=command.listed,
+        help="over batch sizes: CANDIDATE/BASELINE, several by commas",
+    )
+    flags.exclude("tables", "pairs")
     flags.add_argument("--out", help="folder to write to; by default the file's own")
     return flags
 
@@ -402,12 +432,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser()
     args = flags.parse_args(argv)
     try:
-        if not args.files and (args.tables, args.out) != (None, None):
-            raise ValueError("Expected files with --tables and --out, got none. Name one.")
-        written = [] if args.files else write_recorded()
-        for file in map(pathlib.Path, args.files):
-            out = file.parent if args.out is None else output.make_folder(args.out)
-            written += write(file, list(dict.fromkeys(args.tables or ["main"])), out)
+        if not args.files and (args.tables, args.pairs, args.out) != (None, None, None):
+            raise ValueError("Expected files with --tables, --pairs and --out, got none. Name one.")
+        paths = [pathlib.Path(file) for file in args.files]
+        out = None if args.out is None else output.make_folder(args.out)
+        if not paths:
+            written = write_recorded()
+        elif args.pairs is not None:
+            written = write_axis(paths, args.pairs, out or paths[0].parent)
+        else:
+            tables = list(dict.fromkeys(args.tables or ["main"]))
+            written = [file for path in paths for file in write(path, tables, out or path.parent)]
     except (OSError, ValueError, KeyError) as error:
         flags.fail(error)
     print("\n".join(map(str, written)))

@@ -17,7 +17,6 @@ from absl.testing import absltest, parameterized
 from benchmarks import command, planning
 from benchmarks.steps import newton_schulz_forms, sharded_step, step_time, utilization
 from benchmarks.training import (
-    batch_axis,
     evidence,
     gpt2,
     gradient_noise,
@@ -32,7 +31,7 @@ _COMMANDS = {
     module.__name__: module.parser
     for module in (
         *(gpt2, language_model, vision, step_time, sharded_step, newton_schulz_forms, planning),
-        *(evidence, large_batch, utilization, gradient_noise, batch_axis),
+        *(evidence, large_batch, utilization, gradient_noise),
     )
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import PIL.Image
 from absl.testing import absltest, parameterized
 
-from benchmarks.training import batch_axis, curves
+from benchmarks.training import batch_axis, curves, evidence
 
 
 def _record(optimizer: str, seed: int, loss: float) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class BatchAxisTest(parameterized.TestCase):
         files = [self.write(512), self.write(64)]
         with contextlib.redirect_stdout(io.StringIO()) as output:
             given = [*files, "--pairs=muon/adamw", f"--out={self.folder}"]
-            self.assertEqual(batch_axis.main(given), 0)
+            self.assertEqual(evidence.main(given), 0)
         self.assertIn(str(self.folder / "batch_axis.md"), output.getvalue())
         self.assertEqual(
             (self.folder / "batch_axis.md").read_text(),
@@ -79,11 +79,10 @@ class BatchAxisTest(parameterized.TestCase):
             )
 
     def test_what_is_shown_is_of_the_recorded_results(self):
-        axis = batch_axis.recorded()
-        self.assertEqual(
-            batch_axis.TABLE.read_text(), batch_axis.table(axis, batch_axis.PAIRS) + "\n"
-        )
-        with PIL.Image.open(batch_axis.PICTURE) as picture:
+        axis = batch_axis.read(evidence.LARGE_BATCHES)
+        text, drawn = evidence.LARGE_BATCH_FILES
+        self.assertEqual(text.read_text(), batch_axis.table(axis, batch_axis.PAIRS) + "\n")
+        with PIL.Image.open(drawn) as picture:
             self.assertEqual(
                 picture.info["Description"],
                 curves.describe(batch_axis.panels(axis, batch_axis.PAIRS, batch_axis.LABELS)),
@@ -97,14 +96,14 @@ class BatchAxisTest(parameterized.TestCase):
 
     @parameterized.named_parameters(
         ("pair", {}, ["--pairs=muon/lion"], "--pairs of adamw, muon"),
-        ("others", {"name": "gpt2"}, [], "results of large_batch"),
-        ("tasks", {"steps": 20}, [], "differ in the batch size alone"),
+        ("others", {"name": "gpt2"}, ["--pairs=muon/adamw"], "results of large_batch"),
+        ("tasks", {"steps": 20}, ["--pairs=muon/adamw"], "differ in the batch size alone"),
     )
     def test_what_cannot_be_compared_ends_with_its_reason(self, changes, flags, message):
         files = [self.write(64), self.write(512, **changes)]
         with self.assertRaises(SystemExit) as context:
-            batch_axis.main([*files, *flags])
-        self.assertStartsWith(str(context.exception.code), "batch_axis: Expected")
+            evidence.main([*files, *flags])
+        self.assertStartsWith(str(context.exception.code), "evidence: Expected")
         self.assertIn(message, str(context.exception.code))
 
     def test_rows_of_two_files_are_joined(self):

@@ -14,7 +14,7 @@ import PIL.Image
 from absl.testing import absltest, parameterized
 from matplotlib.text import Text
 
-from benchmarks.training import batch_axis, curves, evidence, optimizers, report
+from benchmarks.training import curves, evidence, optimizers, report
 from benchmarks.training.report import Run
 
 _ROOT = pathlib.Path(evidence.__file__).parents[2]
@@ -51,7 +51,7 @@ class RecordedTest(parameterized.TestCase):
 
     def test_no_other_picture_is_kept(self):
         kept = [path.stem for path in evidence.IMAGES.glob("*.png")]
-        self.assertCountEqual(kept, [*evidence.PICTURES, batch_axis.PICTURE.stem])
+        self.assertCountEqual(kept, [*evidence.PICTURES, evidence.LARGE_BATCH_FILES[1].stem])
 
     @parameterized.parameters(*evidence.PICTURES)
     def test_pictures_have_few_curves_and_are_on_a_page(self, name: str):
@@ -120,7 +120,7 @@ class NamesTest(parameterized.TestCase):
         self, domain: str, text: str, expected: str
     ):
         chosen = optimizers.parse_optimizer(text, evidence.DOMAINS[domain])
-        self.assertEqual(evidence.row_name(chosen), expected)
+        self.assertEqual(curves.row_name(chosen), expected)
 
     def test_every_optimizer_has_a_name_for_readers(self):
         for name in optimizers.OPTIMIZERS:
@@ -129,7 +129,7 @@ class NamesTest(parameterized.TestCase):
 
     def test_tables_and_folder_are_for_files_that_are_named(self):
         write = self.enter_context(mock.patch.object(evidence, "write_recorded"))
-        for flag in ("--tables=main", "--out=x"):
+        for flag in ("--tables=main", "--pairs=a/b", "--out=x"):
             with self.assertRaises(SystemExit) as raised:
                 evidence.main([flag])
             self.assertTrue(raised.exception.code)
