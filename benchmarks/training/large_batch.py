@@ -402,36 +402,25 @@ class Axis:
             make=functools.partial(self.training, microbatch, count),
         )
 
-    def run(self, args: argparse.Namespace, began: float) -> int:
+    def run(self, args: argparse.Namespace, began: float) -> None:
         """Makes the runs that are missing, one batch size after the other.
 
         Args:
           args: the flags.
           began: a reading of `time.perf_counter` that the limit counts from.
-
-        Returns:
-          The exit status, 0 also where the limit came first.
         """
         optimizers = self.optimizers
         for microbatch, count in self.sizes:
             comparison = self.comparison(microbatch, count, optimizers)
-            tokens = comparison.task["tokens_per_step"]
-            out = str(pathlib.Path(args.out) / f"batch_{tokens}")
-            study.run(comparison, argparse.Namespace(**{**vars(args), "out": out}), began)
-            records = grid.Records(pathlib.Path(out) / "records.jsonl", comparison.task).of_task()
-            names = [optimizer.name for optimizer, _ in optimizers]
-            summaries, left_out = grid.summarize(
-                grid.named(records, [optimizer for optimizer, _ in optimizers]),
-                self.protocol,
-                names,
-            )
-            if left_out:
+            out = str(pathlib.Path(args.out) / f"batch_{comparison.task['tokens_per_step']}")
+            here = argparse.Namespace(**{**vars(args), "out": out})
+            summaries = study.run(comparison, here, began)
+            if len(summaries) < len(optimizers):
                 break
             optimizers = [
                 (optimizer, grid.around(summary.learning_rate, len(rates)))
                 for (optimizer, rates), summary in zip(self.optimizers, summaries, strict=True)
             ]
-        return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -443,7 +432,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         axis = Axis(args)
     except (OSError, ValueError) as error:
         flags.fail(error)
-    return axis.run(args, began)
+    axis.run(args, began)
+    return 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import tqdm  # type: ignore[import-untyped]
 
 from benchmarks import command, output
-from benchmarks.command import positive as positive
 from benchmarks.training import curves, grid, optimizers, report, resumable
 from benchmarks.training.optimizers import Optimizer
 
@@ -103,7 +102,10 @@ def parser(name: str, doc: str | None) -> command.Flags:
     ]
     group = parser.add_argument_group("how it runs")
     group.add_argument(
-        "--vmap", type=positive, default=1, help="runs of one optimizer that are made together"
+        "--vmap",
+        type=command.positive,
+        default=1,
+        help="runs of one optimizer that are made together",
     )
     group.add_argument(
         "--limit", type=command.seconds, help="seconds after which to save a checkpoint and stop"
@@ -289,7 +291,7 @@ def results(study: Study, records: Sequence[grid.Record]) -> dict[str, Any]:
     return tree
 
 
-def run(study: Study, args: argparse.Namespace, began: float) -> int:
+def run(study: Study, args: argparse.Namespace, began: float) -> list[report.Summary]:
     """Makes the runs that are missing, writes and prints what there is.
 
     Args:
@@ -298,7 +300,7 @@ def run(study: Study, args: argparse.Namespace, began: float) -> int:
       began: a reading of `time.perf_counter` that the limit counts from.
 
     Returns:
-      The exit status, 0 also where the limit came first. After a signal the process ends, with
+      A summary for each optimizer whose runs are all there. After a signal the process ends, with
       128 and the signal's number.
     """
     try:
@@ -345,7 +347,7 @@ def run(study: Study, args: argparse.Namespace, began: float) -> int:
     print(f"{len(found)} runs are done in {out}: {written}; {seconds:.0f} s this time.")
     if stopped:
         print(f"The limit came first: {stopped}. Give the same command again to go on.")
-    return 0
+    return summaries
 
 
 def main(
@@ -359,6 +361,9 @@ def main(
       parser: the flags.
       build: makes the comparison; what it raises is about flags and files.
       argv: the command line, `sys.argv` by default.
+
+    Returns:
+      The exit status, 0 also where the limit came first.
     """
     began = time.perf_counter()
     args = parser.parse_args(argv)
@@ -366,4 +371,5 @@ def main(
         comparison = build(args)
     except (OSError, ValueError) as error:
         parser.fail(error)
-    return run(comparison, args, began)
+    run(comparison, args, began)
+    return 0
