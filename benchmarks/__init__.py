@@ -1,1 +1,1 @@
-"""Programs that measure the optimizers; nothing in the package imports them."""
+"""Programs that measure the optimizers; neither the package nor its tests import them."""

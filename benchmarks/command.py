@@ -17,8 +17,6 @@ from typing import Any, NoReturn, Self
 
 from absl import flags, logging
 
-from benchmarks import gpt2_shapes
-
 _LARGEST = 2**63 - 1
 
 
@@ -47,13 +45,14 @@ class Flags:
     """The flags of a command.
 
     Args:
-      name: of the command, a module of `benchmarks`.
+      name: of the command, a module below `benchmarks`: `training.gpt2`.
       doc: its docstring, whose first line says what it does.
       files: what positional arguments are, where there are some.
     """
 
     def __init__(self, name: str, doc: str | None, *, files: str = "") -> None:
-        self.name = name
+        self.name = name.rpartition(".")[2]
+        self._module = name
         self._about = (doc or name).partition("\n")[0]
         self._files = files
         self._values = flags.FlagValues()  # type: ignore[no-untyped-call, unused-ignore]
@@ -117,7 +116,8 @@ class Flags:
 
     def help(self) -> str:
         """Returns the flags by group, one line each."""
-        usage = f"python -m benchmarks.{self.name} {'FILES ' * bool(self._files)}[--FLAG=VALUE ...]"
+        files = "FILES " * bool(self._files)
+        usage = f"python -m benchmarks.{self._module} {files}[--FLAG=VALUE ...]"
         lines = [self._about, "", usage]
         if self._files:
             lines += ["", f"FILES: {self._files}"]
@@ -237,26 +237,6 @@ def matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
 
 
-def add_timing(parser: Flags, *, model: bool = True) -> None:
-    """Adds the flags of the commands that time steps."""
-    group = parser.add_argument_group("measurement")
-    if model:
-        group.add_argument(
-            "--model",
-            type=subset(list(gpt2_shapes.MODELS)),
-            help=f"some of {','.join(gpt2_shapes.MODELS)}; by default tiny on a processor, else "
-            "small",
-        )
-        group.add_argument(
-            "--optimizers", type=listed, help="names or patterns such as mars*; by default all"
-        )
-    group.add_argument("--repeats", type=positive, default=5, help="measurements of each row")
-    group.add_argument(
-        "--steps", type=whole(2), help="steps of a measurement; by default fewer for large models"
-    )
-    add_output(parser)
-
-
 def add_output(parser: Flags) -> None:
     """Adds the flags of what is written."""
     group = parser.add_argument_group("output")
@@ -325,9 +305,9 @@ class Interrupt:
             signal.signal(kind, handler)
 
 
-def again(name: str) -> str:
+def again() -> str:
     """Returns the command line of this process, for the user to repeat."""
-    return f"python -m benchmarks.{name} {shlex.join(sys.argv[1:])}".strip()
+    return shlex.join(["python", *sys.orig_argv[1:]])
 
 
 def run(name: str, main: Callable[[], int], *, rows: bool = False) -> NoReturn:

@@ -85,7 +85,7 @@ def dimension_numbers(params: Any, *, embeddings: bool) -> Any:
     """Declares the matrices: the last two axes of kernels, and of embeddings where asked for.
 
     Args:
-      params: a tree of :func:`shapes`, or the state of a :class:`benchmarks.gpt.GPT`.
+      params: a tree of :func:`shapes`, or the state of a :class:`benchmarks.models.GPT`.
       embeddings: whether the two embeddings are matrices. They are for the elementwise rules,
         whose clip is each matrix's own; Newton-Schulz leaves them to the vectors' rule.
 
@@ -121,3 +121,9 @@ def normal(tree: Any, scale: float, seed: int) -> Any:
         return np.resize(np.roll(pool, int(rng.integers(pool.size))), leaf.shape)
 
     return jax.tree.map(fill, tree)
+
+
+def operands(tree: Any) -> dict[str, Any]:
+    """Returns what a step takes, as :func:`normal` makes it: "params", "grads", "prev_grads"."""
+    scales = {"params": 0.02, "grads": 0.01, "prev_grads": 0.01}
+    return {name: normal(tree, scale, seed) for seed, (name, scale) in enumerate(scales.items())}

@@ -14,29 +14,24 @@ import time
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import (
-    batch_axis,
-    command,
+from benchmarks import command, planning
+from benchmarks.steps import newton_schulz_forms, sharded_step, step_time, utilization
+from benchmarks.training import (
     evidence,
     gpt2,
     gradient_noise,
     language_model,
     large_batch,
-    newton_schulz_forms,
-    planning,
-    sharded_step,
-    step_time,
     study,
-    utilization,
     vision,
 )
 
 _ROOT = pathlib.Path(command.__file__).parents[1]
-_PARSERS = {
-    module.__name__.rpartition(".")[2]: module.parser
+_COMMANDS = {
+    module.__name__: module.parser
     for module in (
         *(gpt2, language_model, vision, step_time, sharded_step, newton_schulz_forms, planning),
-        *(evidence, large_batch, utilization, gradient_noise, batch_axis),
+        *(evidence, large_batch, utilization, gradient_noise),
     )
 }
 
@@ -66,20 +61,21 @@ class FlagsTest(parameterized.TestCase):
         (("adamw",), "Expected flags only, got ['adamw']. Write --name=value."),
     )
     def test_an_error_is_a_line(self, flags: tuple[str, ...], message: str):
-        line = failure(study.parser("gpt2", ""), *flags)
+        line = failure(study.parser("training.gpt2", ""), *flags)
         self.assertStartsWith(line, "gpt2: ")
         self.assertIn(message, line)
         self.assertNotIn("\n", line)
         self.assertLess(len(line), 250)
 
-    @parameterized.parameters(*_PARSERS)
-    def test_help_has_a_line_for_each_flag(self, name: str):
+    @parameterized.parameters(*_COMMANDS)
+    def test_help_has_a_line_for_each_flag(self, module: str):
         output = io.StringIO()
-        parser = _PARSERS[name]()
-        self.assertEqual(parser.name, name)
+        parser = _COMMANDS[module]()
+        self.assertEqual(parser.name, module.rpartition(".")[2])
         with contextlib.redirect_stdout(output), self.assertRaises(SystemExit) as end:
             parser.parse_args(["--help"])
         self.assertEqual(end.exception.code, 0)
+        self.assertIn(f"\npython -m {module} ", output.getvalue())
         lines = output.getvalue().splitlines()
         self.assertLess(max(map(len, lines)), 160)
         self.assertNotIn("None", output.getvalue())
@@ -88,7 +84,7 @@ class FlagsTest(parameterized.TestCase):
 
     def test_one_name_has_one_meaning(self):
         kinds: dict[str, set[str]] = {}
-        for parser in _PARSERS.values():
+        for parser in _COMMANDS.values():
             for name in ("out", "optimizers", "batch_size", "microbatch", "commit", "attention"):
                 if name in vars(parser().parse_args([])):
                     parsed = parser().parse_args(
@@ -121,7 +117,7 @@ class InterruptTest(parameterized.TestCase):
         text = () if name == "vision" else (f"--data_file={__file__}", "--devices=1")
         arguments = (*_RUNS[name], *text, "--optimizers=mars", f"--out={out}", "--commit=none")
         return subprocess.Popen(
-            [sys.executable, "-m", f"benchmarks.{name}", *arguments],
+            [sys.executable, "-m", f"benchmarks.training.{name}", *arguments],
             cwd=_ROOT,
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
@@ -145,7 +141,7 @@ class InterruptTest(parameterized.TestCase):
         (line,) = [line for line in output.splitlines() if "interrupted" in line]
         saved = int(line.partition(" is saved at step ")[2].partition(" of ")[0])
         self.assertGreater(saved, 0)
-        self.assertIn(f"Go on with: python -m benchmarks.{name} --", line)
+        self.assertIn(f"Go on with: python -m benchmarks.training.{name} --", line)
         resumed = self.start(name, folder / "pieces")
         _, errors = resumed.communicate()
         self.assertEqual(resumed.returncode, 0, errors)

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
-from benchmarks import collectives, planning
+from benchmarks import planning
+from tests.support import collectives
 
 _SMALL = planning.Transformer("small", 1, 64, 4, 1, 16, 192, 256)
 _LAYOUTS = (planning.Layout(8), planning.Layout(4, 2))

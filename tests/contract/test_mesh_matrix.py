@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
-from benchmarks import collectives
-from tests.support import trees
+from tests.support import collectives, trees
 
 _SHAPES = {"tall": (16, 8), "wide": (8, 16), "stack": (4, 8, 16), "vector": (16,)}
 _MATRICES = 6  # tall, wide, and the four of the stack

@@ -23,9 +23,8 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
-from benchmarks import collectives
 from mars_optax._src import orthogonalize, partition, spread
-from tests.support import meshes
+from tests.support import collectives, meshes
 
 _BOTH = ("x", "y")
 # Five and three do not divide over eight devices, nor over four. The short side of "small" is not

@@ -1,4 +1,4 @@
-"""What the sources must not do: read files in a format that runs code."""
+"""What the sources must not do: read files in a format that runs code; import what measures."""
 
 import ast
 import pathlib
@@ -10,21 +10,24 @@ _ROOT = pathlib.Path(__file__).parents[2]
 _RUN_CODE = ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 
 
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or "", *(alias.name for alias in node.names)]
+    return []
+
+
 def _unsafe(source: str) -> Iterator[str]:
     """Imports of modules that read objects, and NumPy told to."""
     for node in ast.walk(ast.parse(source)):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or "", *(alias.name for alias in node.names)]
-        elif isinstance(node, ast.Call):
+        if isinstance(node, ast.Call):
             for keyword in node.keywords:
                 value = keyword.value
                 is_off = isinstance(value, ast.Constant) and value.value is False
                 if keyword.arg == "allow_pickle" and not is_off:
                     yield ast.unparse(node)
-        yield from (name for name in names if name.split(".")[0] in _RUN_CODE)
+        yield from (name for name in _imported(node) if name.split(".")[0] in _RUN_CODE)
 
 
 class PickleTest(parameterized.TestCase):
@@ -57,6 +60,21 @@ class PickleTest(parameterized.TestCase):
 
     def test_the_walk_lets_others_pass(self):
         self.assertEmpty(list(_unsafe("np.load(a); np.load(b, allow_pickle=False); import json")))
+
+
+class BoundaryTest(parameterized.TestCase):
+    @parameterized.parameters(("mars_optax", ("benchmarks", "tests")), ("tests", ("benchmarks",)))
+    def test_nothing_imports_what_stands_above(self, folder: str, above: tuple[str, ...]):
+        paths = [
+            path
+            for path in (_ROOT / folder).rglob("*.py")
+            if "benchmarks" not in path.relative_to(_ROOT).parts
+        ]
+        self.assertGreater(len(paths), 5)
+        for path in paths:
+            nodes = ast.walk(ast.parse(path.read_text()))
+            roots = {name.split(".")[0] for node in nodes for name in _imported(node)}
+            self.assertEmpty(roots.intersection(above), path)
 
 
 if __name__ == "__main__":

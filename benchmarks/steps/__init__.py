@@ -1,0 +1,1 @@
+"""What a step costs: its time, its bytes, its collectives."""

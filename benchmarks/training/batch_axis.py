@@ -1,0 +1,192 @@
+"""Results of `large_batch` over the batch size: their table, and what is drawn of them."""
+
+import json
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.training import curves, grid, large_batch, optimizers, report
+
+# Summaries by the tokens of a batch, then by optimizer.
+Axis = Mapping[int, Mapping[str, report.Summary]]
+
+# What is shown of the recorded results.
+LABELS = {
+    "adamw:b2=0.99": "AdamW",
+    "nadamw:b2=0.99": "Nesterov AdamW",
+    "mars:b1=0.95:b2=0.99": "MARS, gamma 0.025",
+    "mars:b1=0.95:b2=0.99:gamma=0.1": "MARS, gamma 0.1",
+    "muon:b2_1d=0.99": "Muon",
+    "mars_m:b2_1d=0.99": "MARS-M",
+}
+PAIRS = [
+    ("adamw:b2=0.99", "nadamw:b2=0.99"),
+    ("mars:b1=0.95:b2=0.99", "nadamw:b2=0.99"),
+    ("mars:b1=0.95:b2=0.99:gamma=0.1", "nadamw:b2=0.99"),
+    ("mars_m:b2_1d=0.99", "muon:b2_1d=0.99"),
+]
+
+
+def read(paths: Sequence[pathlib.Path]) -> Axis:
+    """Reads results of several batch sizes.
+
+    Args:
+      paths: `results.json` of `large_batch`, of tasks that differ in the batch size alone; several
+        of one size, with different optimizers, are joined.
+
+    Returns:
+      What is complete in them, in rising order of the batch size.
+
+    Raises:
+      ValueError: If they are no such results.
+    """
+    records: dict[int, list[grid.Record]] = {}
+    common: dict[str, Any] = {}
+    for path in paths:
+        try:
+            tree = json.loads(path.read_text())
+            if tree["name"] != "large_batch":
+                raise ValueError(f"of {tree['name']!r}")
+            task = {"protocol": tree["protocol"], **tree["task"]}
+            tokens = task.pop("tokens_per_step")
+            del task["microbatch"], task["model_flops_per_step"]
+            found = tree["records"]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"Expected results of large_batch, got {str(path)!r}, which are others: {error!r}."
+            ) from error
+        common = common or task
+        if task != common:
+            raise ValueError(
+                f"Expected results that differ in the batch size alone, got {str(path)!r}, which "
+                "differ in more."
+            )
+        records.setdefault(tokens, []).extend(found)
+    protocol = grid.Protocol(**common["protocol"])
+    return {
+        tokens: {summary.optimizer: summary for summary in grid.summarize(found, protocol)[0]}
+        for tokens, found in sorted(records.items())
+    }
+
+
+def names(axis: Axis) -> list[str]:
+    """Returns the optimizers, in order of appearance."""
+    return list(dict.fromkeys(name for summaries in axis.values() for name in summaries))
+
+
+def _reader(name: str) -> str:
+    return curves.row_name(optimizers.parse_optimizer(name, large_batch.DOMAIN))
+
+
+def gains(axis: Axis, candidate: str, baseline: str) -> dict[int, list[float]]:
+    """Returns the candidate's loss minus the baseline's, seed by seed, where both are there."""
+    return {
+        tokens: report.differences(summaries[candidate], summaries[baseline])
+        for tokens, summaries in axis.items()
+        if candidate in summaries and baseline in summaries
+    }
+
+
+def table(axis: Axis, pairs: Sequence[tuple[str, str]]) -> str:
+    """Makes two tables with a column for each batch size: losses, and differences.
+
+    Args:
+      axis: the results.
+      pairs: of optimizers, see above.
+
+    Returns:
+      Markdown.
+    """
+    sizes = [f"{tokens:,}" for tokens in axis]
+
+    def rows(first: str, lines: Sequence[tuple[str, Sequence[str]]]) -> str:
+        cells = [[first, *sizes], ["---"] * (len(sizes) + 1), *([name, *c] for name, c in lines)]
+        return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+
+    losses = []
+    for name in names(axis):
+        cells = []
+        for summaries in axis.values():
+            found = summaries.get(name)
+            edge = ", edge" if found and found.at_edge else ""
+            cells.append(f"{found.loss:.3f} ({found.learning_rate:g}{edge})" if found else "")
+        losses.append((_reader(name), cells))
+    compared = []
+    for pair in pairs:
+        by_size = gains(axis, *pair)
+        cells = []
+        for tokens, summaries in axis.items():
+            if tokens in by_size:
+                decided = report.outcome(summaries[pair[0]], summaries[pair[1]])
+                cells.append(f"{statistics.fmean(by_size[tokens]):+.3f}, {decided}")
+            else:
+                cells.append("")
+        compared.append((" minus ".join(map(_reader, pair)), cells))
+    return "\n\n".join(
+        [
+            rows("loss (rate), tokens a batch:", losses),
+            rows("difference, tokens a batch:", compared),
+        ]
+    )
+
+
+def panels(
+    axis: Axis, pairs: Sequence[tuple[str, str]], labels: Mapping[str, str]
+) -> list[curves.Panel]:
+    """Returns the losses over batch sizes, and a panel of differences for each baseline.
+
+    Args:
+      axis: the results.
+      pairs: of optimizers, see above.
+      labels: of the optimizers that are drawn.
+    """
+
+    def curve(name: str, by_size: Mapping[int, Sequence[float]]) -> curves.Curve:
+        return curves.Curve(
+            optimizer=name,
+            label=labels[name],
+            x=list(by_size),
+            mean=[statistics.fmean(each) for each in by_size.values()],
+            low=[min(each) for each in by_size.values()],
+            high=[max(each) for each in by_size.values()],
+        )
+
+    x = "tokens in a batch"
+    losses = [
+        curve(name, {tokens: found[name].losses for tokens, found in axis.items() if name in found})
+        for name in labels
+    ]
+    made = [curves.Panel("validation loss (nats per token)", x, losses)]
+    for baseline in dict.fromkeys(baseline for _, baseline in pairs):
+        differences = [
+            curve(one, gains(axis, one, other)) for one, other in pairs if other == baseline
+        ]
+        made.append(curves.Panel(f"minus {labels[baseline]} (nats per token)", x, differences))
+    return made
+
+
+def parse_pairs(texts: Sequence[str], known: Sequence[str]) -> list[tuple[str, str]]:
+    """Reads pairs, CANDIDATE/BASELINE, or raises a `ValueError` that names --pairs."""
+    pairs = []
+    for text in texts:
+        candidate, _, baseline = text.partition("/")
+        if not {candidate, baseline} <= set(known):
+            raise ValueError(
+                f"Expected --pairs of {', '.join(known)}, written like {known[0]}/{known[-1]}, got "
+                f"{text!r}."
+            )
+        pairs.append((candidate, baseline))
+    return pairs
+
+
+def write(
+    axis: Axis,
+    pairs: Sequence[tuple[str, str]],
+    labels: Mapping[str, str],
+    text: pathlib.Path,
+    picture: pathlib.Path,
+) -> None:
+    """Writes the tables to a file of Markdown, and draws the panels; see `table` and `panels`."""
+    text.write_text(f"{table(axis, pairs)}\n")
+    curves.draw(panels(axis, pairs, labels), picture)
