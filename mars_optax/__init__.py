@@ -10,6 +10,7 @@ from mars_optax._src.partition import dimension_numbers_by_path
 from mars_optax._src.rounding import stochastic_apply_updates
 from mars_optax._src.states import CorrectGradientsState
 from mars_optax._src.variants.adamw import MarsState, ScaleByMarsState, mars, scale_by_mars
+from mars_optax._src.variants.any import VarianceReducedState, variance_reduced
 from mars_optax._src.variants.lion import (
     MarsLionState,
     ScaleByMarsLionState,
@@ -41,6 +42,7 @@ __all__ = [
     "ScaleByMarsMState",
     "ScaleByMarsShampooState",
     "ScaleByMarsState",
+    "VarianceReducedState",
     "cautious",
     "clip_by_leaf_norm",
     "correct_gradients",
@@ -60,6 +62,7 @@ __all__ = [
     "scale_by_mars_shampoo",
     "stochastic_apply_updates",
     "storm_adamw",
+    "variance_reduced",
 ]
 
 
