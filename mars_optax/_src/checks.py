@@ -297,34 +297,6 @@ def state_type(state: Any, kind: type, name: str) -> None:
         )
 
 
-def chain_state(state: Any, scalars: Mapping[str, Any], is_masked: bool, name: str) -> None:
-    """The states of a rule and of the links behind it, as `optax.chain` keeps them.
-
-    Args:
-      state: The state of the chain.
-      scalars: The weight decay and the learning rate by their arguments' names.
-      is_masked: Whether a mask says what decays.
-      name: The public name, for errors.
-    """
-    if type(state) is not tuple or len(state) != 3:
-        raise TypeError(
-            f"`state`: expected the states of a rule, its decay and its learning rate, as `init` "
-            f"of `{name}` makes them, got `{type(state).__name__}`. {_STATE_ADVICE}"
-        )
-    if is_masked != hasattr(state[1], "inner_state"):
-        wanted, got = ("with", "without") if is_masked else ("without", "with")
-        raise ValueError(
-            f"`state`: expected one of `{name}` {wanted} a `mask`, got one {got}. {_STATE_ADVICE}"
-        )
-    for (argument, value), link in zip(scalars.items(), state[1:], strict=True):
-        link = getattr(link, "inner_state", link)
-        if callable(value) and "count" not in getattr(link, "_fields", ()):
-            raise ValueError(
-                f"`state`: expected the count of the schedule `{argument}` of `{name}`, got "
-                f"`{type(link).__name__}`, as a number has it. {_STATE_ADVICE}"
-            )
-
-
 def state_fields(
     state: Any,
     wanted: Mapping[str, Any],

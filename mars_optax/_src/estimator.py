@@ -64,17 +64,6 @@ class Estimate:
             other = jnp.zeros_like(grad)
         return correction.corrected_gradient(grad, other, coefficient)
 
-    def tree(self, updates: Any) -> Any:
-        """The corrected gradients of a tree."""
-
-        def on_leaf(grad: Any, other: Any) -> tuple[jax.Array]:
-            dtype = precision.compute_dtype(*(x for x in (grad, other) if x is not None))
-            wide = None if other is None else precision.widen(other, dtype)
-            k = precision.widen_scalar(self.coefficient, dtype)
-            return (self.corrected(precision.widen(grad, dtype), wide, k),)
-
-        return trees.map_unzip(on_leaf, (updates, self.other), (updates,))[0]
-
     def kept(self, momentum: jax.Array, grad: jax.Array, next_gamma: Any) -> jax.Array:
         r"""What the state keeps of the momentum.
 
@@ -203,7 +192,7 @@ class Estimator:
         state: Any,
         kind: type,
         name: str,
-        kept: Mapping[str, bool] | None = None,
+        kept: Mapping[str, bool],
     ) -> None:
         """Raises unless a state is that of these settings and gradients.
 
@@ -212,10 +201,9 @@ class Estimator:
           state: The state.
           kind: The type that it should have.
           name: The public name, for errors.
-          kept: All fields and if they are kept, moving averages first; by default the estimator's.
+          kept: All fields and if they are kept, moving averages first.
         """
         checks.state_type(state, kind, name)
-        kept = self.kept if kept is None else kept
         for field, is_kept in kept.items():
             if is_kept and field not in OF_ANY_SHAPE and getattr(state, field) is not None:
                 checks.gradients(updates, getattr(state, field), f"`state.{field}`")

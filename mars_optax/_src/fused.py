@@ -1,79 +1,10 @@
-"""From gradients to new parameters in one go: a rule, its decay, its learning rate, the update."""
+"""From gradients to new parameters in one call."""
 
-import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, run, types
-from mars_optax._src.leaf import precision
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """A rule with what follows it; its state is a tuple of theirs, as :func:`optax.chain` keeps it.
-
-    Attributes:
-      rule: The transformation, with its `step`.
-      learning_rate: A number or a schedule.
-      weight_decay: A number or a schedule.
-      kept: The rule's `kept`.
-    """
-
-    rule: Any
-    learning_rate: types.ScalarOrSchedule
-    weight_decay: types.ScalarOrSchedule
-    kept: Any
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "weight_decay"):
-            if not callable(getattr(self, name)):
-                object.__setattr__(self, name, precision.widen_scalar(getattr(self, name)))
-
-    def link(self, decay_mask: Any) -> optax.GradientTransformationExtraArgs:
-        """The same as links of Optax."""
-        return optax.chain(
-            self.rule,
-            optax.add_decayed_weights(self.weight_decay, decay_mask),
-            optax.scale_by_learning_rate(self.learning_rate),
-        )
-
-    def link_states(self, count: jax.Array, mask: Any) -> tuple[Any, Any]:
-        """The states of decay and learning rate: schedules count as the rule does."""
-        decay = optax.add_decayed_weights(self.weight_decay).init(())
-        rate = optax.scale_by_learning_rate(self.learning_rate).init(())
-        states = (decay if mask is None else optax.MaskedState(decay), rate)
-        counted: tuple[Any, Any] = jax.tree.map(lambda _: count, states)
-        return counted
-
-    def step(
-        self, updates: Any, state: Any, params: Any, decays: Any, extra_args: Any
-    ) -> tuple[Any, Any]:
-        """The new parameters and the new state; `decays` says of each parameter if it decays."""
-        rule_state, decay_state, rate_state = state
-        one, zero = jnp.ones(()), jnp.zeros(())
-        # Of an update 0 and a parameter 1 the link of the decay makes its value.
-        is_masked = isinstance(decay_state, optax.MaskedState)
-        inner_state = decay_state.inner_state if is_masked else decay_state
-        decay, inner_state = optax.add_decayed_weights(self.weight_decay).update(
-            zero, inner_state, one
-        )
-        decay_state = optax.MaskedState(inner_state) if is_masked else inner_state
-        scale, rate_state = optax.scale_by_learning_rate(self.learning_rate).update(one, rate_state)
-        if isinstance(self.weight_decay, int | float) and self.weight_decay == 0:
-            decays = jax.tree.map(lambda _: False, decays)
-        finish = run.Finish(params, scale, decay, decays)
-        params, rule_state = self.rule.step(updates, rule_state, finish, extra_args)
-        return params, (rule_state, decay_state, rate_state)
-
-
-def decays_of(mask: Any, params: Any) -> Any:
-    """A bool for each parameter, from a mask as :func:`optax.masked` takes it."""
-    if mask is None:
-        return jax.tree.map(lambda _: True, params)
-    return jax.tree.map(lambda m, below: jax.tree.map(lambda _: bool(m), below), mask, params)
+from mars_optax._src import checks
 
 
 def fused_step(

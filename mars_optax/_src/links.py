@@ -3,13 +3,11 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, named, partition, trees, types
+from mars_optax._src import checks, manual, named, partition, run, transformation, trees, types
 from mars_optax._src.adaptive import Gamma
-from mars_optax._src.estimator import Estimator
-from mars_optax._src.leaf import clipping, precision
+from mars_optax._src.estimator import Estimate
 from mars_optax._src.states import CorrectGradientsState
 
 
@@ -79,37 +77,8 @@ def correct_gradients(
       Cutkosky and Orabona, `Momentum-Based Variance Reduction in Non-Convex SGD
       <https://arxiv.org/abs/1905.10018>`_, 2019, Algorithm 1, for STORM.
     """
-    source = Estimator(
-        gamma,
-        b1,
-        correction,
-        first_step,
-        prev_grad_dtype,
-        alpha=alpha,
-        correction_clip=correction_clip,
-    )
-
-    def axes_of(tree: Any) -> Any:
-        return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_from_rank_2)
-
-    def init_fn(params: optax.Params) -> CorrectGradientsState:
-        checks.inexact_leaves(params)
-        axes = axes_of(params)
-        partition.record_axes(axes)
-        return CorrectGradientsState(jnp.zeros([], jnp.int32), **source.init(params, axes))
-
-    def update_fn(
-        updates: optax.Updates,
-        state: CorrectGradientsState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, CorrectGradientsState]:
-        source.check(updates, state, CorrectGradientsState, "correct_gradients")
-        estimate, fields = source.estimate(updates, state, params, extra_args, axes_of(updates))
-        corrected = trees.narrow(estimate.tree(updates), updates)
-        return corrected, CorrectGradientsState(optax.safe_increment(state.count), **fields)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    settings = {**locals(), "max_norm": None}
+    return transformation.rule("correct_gradients", CorrectGradientsState, settings)
 
 
 @named.named
@@ -173,17 +142,16 @@ def clip_by_leaf_norm(
         checks.inexact_leaves(updates, "Gradient")
         if max_norm is None:
             return updates, state
-        axes = axes_of(updates)
-        wide = jax.tree.map(precision.widen, updates)
-        squares = [clipping.squares(x, a.of_one_norm) for x, a in trees.rows((wide, axes))]
-        specs = manual.specs_of(extra_args, updates)
-        clipped = [
-            x * clipping.factor_of_squares(n, precision.widen_scalar(max_norm, n.dtype))
-            for x, n in zip(
-                jax.tree.leaves(wide), manual.sum_parts(squares, updates, axes, specs), strict=True
-            )
-        ]
-        clipped = jax.tree.unflatten(jax.tree.structure(updates), clipped)
+        clipped, _ = run.run_step(
+            transformation.identity_step,
+            updates,
+            Estimate(None, 0.0),
+            (),
+            max_norm=max_norm,
+            axes=axes_of(updates),
+            implementation="xla",
+            specs=manual.specs_of(extra_args, updates),
+        )
         return trees.narrow(clipped, updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -29,29 +29,40 @@ class Finish:
     """
 
     params: Any
-    scale: jax.Array
-    decay: jax.Array
+    scale: Any
+    decay: Any
     decays: Any
+
+    def updates(self, directions: Any) -> Any:
+        """The updates, in at least float32."""
+
+        def on_leaf(u: Any, p: Any, decays: bool) -> tuple[jax.Array]:
+            dtype = precision.compute_dtype(u)
+            scale, decay = (precision.widen_scalar(x, dtype) for x in (self.scale, self.decay))
+            return (updated(u, p, scale, decay if decays else None),)
+
+        rows = (directions, self.params, self.decays)
+        return trees.map_unzip(on_leaf, rows, (directions,))[0]
 
     def tree(self, directions: Any) -> Any:
         """The new parameters."""
-        return jax.tree.map(
-            lambda u, p, decays: finished(u, p, self.scale, self.decay if decays else None),
-            directions,
-            self.params,
-            self.decays,
-        )
+        return jax.tree.map(applied, self.updates(directions), self.params)
 
 
-def finished(direction: Any, param: Any, scale: Any, decay: Any) -> jax.Array:
+def updated(direction: Any, param: Any, scale: Any, decay: Any) -> jax.Array:
+    """An update, in the dtype of the direction."""
+    if decay is not None:
+        direction = direction + decay * precision.widen(param, precision.compute_dtype(direction))
+    result: jax.Array = scale * direction
+    return result
+
+
+def applied(update: jax.Array, param: Any) -> jax.Array:
     """A new parameter, in its own dtype: the update is rounded to it, and so is the sum.
 
     The first rounding XLA may leave out on a GPU, as it may between `update` and `apply_updates`.
     """
-    wide = precision.widen(param)
-    if decay is not None:
-        direction = direction + decay * wide
-    update = (scale * direction).astype(param.dtype)
+    wide, update = precision.widen(param), update.astype(param.dtype)
     # As :func:`optax.apply_updates` adds: in low precision the same as rounding the exact sum.
     result: jax.Array = (wide + precision.widen(update)).astype(param.dtype)
     return result
@@ -112,7 +123,9 @@ def run_step(
                 new[0] = estimate.kept(new[0], grad, next_gamma)
             if finish is not None:
                 scale, decay = values[len(arrays) :]
-                direction = finished(direction, next(rest), scale, decay if decays else None)
+                param = next(rest)
+                update = updated(direction, param, scale, decay if decays else None)
+                direction = applied(update, param)
             return direction, *(x for x, is_kept in zip(new, kept, strict=True) if is_kept)
 
         return fn

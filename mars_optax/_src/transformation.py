@@ -14,12 +14,18 @@ from mars_optax._src.leaf import quantization
 Moments = Mapping[str, Callable[[optax.Params], Any]]
 
 
+def identity_step(c: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    """The corrected and clipped gradient itself."""
+    del grad
+    return (c,)
+
+
 def rule(
     name: str,
     state_type: type,
     settings: Mapping[str, Any],
     *,
-    step: run.Step = lambda c, grad: (c,),
+    step: run.Step = identity_step,
     moments: Moments | None = None,
     scalars: Callable[[jax.Array], Mapping[str, Any]] = lambda count: {},
     inner: optax.GradientTransformation | None = None,

@@ -183,14 +183,16 @@ def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any]:
         for key in ("amsgrad", "mu_dtype", "nu_dtype", "implementation")
         if key in settings
     }
-    made = scale_by_mars(
+    make = functools.partial(
+        scale_by_mars,
         **own,
         **shared,
         max_norm=None,
         correction="none",
         weight_dimension_numbers=partition.no_matrices,
     )
-    return lambda correction: made
+    make()
+    return lambda correction: make()
 
 
 class MarsState(State):
