@@ -24,7 +24,7 @@ from mars_optax._src.variants.shampoo import (
     mars_shampoo,
     scale_by_mars_shampoo,
 )
-from mars_optax._src.variants.storm import storm_adamw
+from mars_optax._src.variants.storm import StormAdamwState, storm_adamw
 from mars_optax._src.wrappers import cautious, ignore_absent_gradients
 from mars_optax._version import __version__ as __version__
 
@@ -42,6 +42,7 @@ __all__ = [
     "ScaleByMarsMState",
     "ScaleByMarsShampooState",
     "ScaleByMarsState",
+    "StormAdamwState",
     "VarianceReducedState",
     "cautious",
     "clip_by_leaf_norm",

@@ -557,30 +557,6 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         STATE,
-        "The state of an optimizer is not that of a rule, its decay and its learning rate: "
-        "`optimize_1d` was changed, or links were added.",
-        _BEGIN,
-        "got `MarsState`",
-        lambda: _update(_mars(0.1, optimize_1d=True), _mars(0.1)),
-    ),
-    Example(
-        STATE,
-        "With `optimize_1d`: the state was made without the `mask`, or with one that is gone.",
-        _BEGIN,
-        "got one without",
-        lambda: _update(
-            _mars(0.1, mask={"layer": True}, optimize_1d=True), _mars(0.1, optimize_1d=True)
-        ),
-    ),
-    Example(
-        STATE,
-        "With `optimize_1d`: the state was made with a number where there is a schedule now.",
-        "The other way round works: a number needs no count.",
-        "got `EmptyState`",
-        lambda: _update(_mars(lambda count: 0.1, optimize_1d=True), _mars(0.1, optimize_1d=True)),
-    ),
-    Example(
-        STATE,
         "A buffer that the settings need is not there, or one is there that they do not keep: "
         "`keep_prev_grad`, `correction`, `amsgrad`, 8 bits or not were changed.",
         _BEGIN,

@@ -6,7 +6,14 @@ import jax
 import optax
 
 from mars_optax._src import assembly, checks, named, partition, types
+from mars_optax._src.states import State
 from mars_optax._src.variants import adamw
+
+
+class StormAdamwState(State):
+    """State of :func:`storm_adamw`."""
+
+    __slots__ = ()
 
 
 @named.named
@@ -84,7 +91,7 @@ def storm_adamw(
         own = {"weight_dimension_numbers": partition.no_matrices, "correction": "storm"}
         return adamw.rule("storm_adamw", {**settings, **own}, nesterov=nesterov)
 
-    return assembly.optimizer("storm_adamw", rule, settings)
+    return assembly.optimizer("storm_adamw", rule, settings, state_type=StormAdamwState)
 
 
 _FIXED: Final = {
