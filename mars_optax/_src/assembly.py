@@ -7,8 +7,17 @@ from typing import Any, Final, NamedTuple
 import jax
 import optax
 
-from mars_optax._src import checks, fused, manual, named, partition, previous, run, types
-from mars_optax._src.kernels import execute
+from mars_optax._src import (
+    checks,
+    execute,
+    fused,
+    in_shard_map,
+    named,
+    partition,
+    previous,
+    run,
+    types,
+)
 from mars_optax._src.leaf import precision
 
 
@@ -85,7 +94,9 @@ def optimizer(
     hands_over = correction == "exact" and vector_rule is not None
     inner_correction = previous.Mode.HANDED_OVER if hands_over else correction
     # The extra arguments of the rules that are trees of the parameters.
-    tree_arguments = (manual.ARGUMENT, "prev_grad") if hands_over else (manual.ARGUMENT,)
+    tree_arguments = (
+        (in_shard_map.ARGUMENT, "prev_grad") if hands_over else (in_shard_map.ARGUMENT,)
+    )
     vector = None if vector_rule is None else vector_rule(correction=inner_correction)
     # On its own: where captured functions are made anew, as by Equinox, attributes are lost.
     vector_kept = getattr(vector, "kept", None)
@@ -197,7 +208,7 @@ def optimizer(
             checks.exact_arguments(params, extra_args)
             prev_grad = previous.evaluate(extra_args.pop("grad_fn"), state.prev_params, updates)
             extra_args["prev_grad"] = prev_grad
-        extra_args[manual.ARGUMENT] = manual.specs_of(extra_args, updates)
+        extra_args[in_shard_map.ARGUMENT] = in_shard_map.specs_of(extra_args, updates)
         decay_mask = decay_mask_for(updates)
 
         def step(chain: fused.Chain, state: Any, g: Any, p: Any, extra_args: Any) -> Any:
@@ -219,7 +230,10 @@ def optimizer(
             return optax.apply_updates(params, updates), state
         checks.gradients(updates, params, "`params`")
         chains, labels = checked(updates, state)
-        extra_args = {**extra_args, manual.ARGUMENT: manual.specs_of(extra_args, updates)}
+        extra_args = {
+            **extra_args,
+            in_shard_map.ARGUMENT: in_shard_map.specs_of(extra_args, updates),
+        }
         decays = fused.decays_of(decay_mask_for(updates), params)
 
         def step(chain: fused.Chain, state: Any, g: Any, p: Any, decays: Any, args: Any) -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, named, partition, previous, run, trees, types
+from mars_optax._src import checks, in_shard_map, named, partition, previous, run, trees, types
 from mars_optax._src.leaf import clipping, precision
 
 
@@ -155,8 +155,8 @@ def correct_gradients(
 
         corrections = jax.tree.map(added, minuend, prev_grad, wide)
         if correction_clip is not None:
-            specs = manual.specs_of(extra_args, updates)
-            manual.require_whole(updates, specs, "`correction_clip`")
+            specs = in_shard_map.specs_of(extra_args, updates)
+            in_shard_map.require_whole(updates, specs, "`correction_clip`")
             squares = jnp.asarray(optax.tree.norm(corrections, squared=True))
             factor = clipping.factor_of_squares(squares, correction_clip)
             corrections = jax.tree.map(
@@ -239,7 +239,7 @@ def clip_by_leaf_norm(
         axes = axes_of(updates)
         wide = jax.tree.map(precision.widen, updates)
         squares = [clipping.squares(x, a.of_one_norm) for x, a in trees.rows((wide, axes))]
-        specs = manual.specs_of(extra_args, updates)
+        specs = in_shard_map.specs_of(extra_args, updates)
         squares = run.sum_shards(squares, updates, axes, specs)
         factors = [
             clipping.factor_of_squares(x, precision.widen_scalar(max_norm, x.dtype))

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import manual, trees, types
-from mars_optax._src.kernels import execute, norms
+from mars_optax._src import execute, in_shard_map, trees, types
 from mars_optax._src.leaf import clipping, correction, precision
 
 # (grad, prev_grad, clip, *moments, **scalars) -> (direction, *moments), all elementwise. What a
@@ -171,8 +170,10 @@ def _squares(
         present = [jnp.asarray(x) for x in (grad, prev, *rest) if x is not None]
         operands = tuple(present[: 1 if prev is None else 2])
         norm_axes = sorted(axis % jnp.ndim(grad) for axis in leaf_axes.of_one_norm)
-        leaves.append(norms.Leaf(operands, tuple(norm_axes), precision.compute_dtype(*present)))
-    return norms.squares(corrected, leaves, [coefficient], implementation)
+        leaves.append(
+            execute.NormLeaf(operands, tuple(norm_axes), precision.compute_dtype(*present))
+        )
+    return execute.squares(corrected, leaves, [coefficient], implementation)
 
 
 def sum_shards(squares: list[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:
@@ -180,10 +181,10 @@ def sum_shards(squares: list[jax.Array], tree: Any, axes: Any, specs: Any) -> li
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     rows = trees.rows((tree, specs, axes))
     names = [
-        tuple(n for part in manual.sharded(x, s, a.of_one_norm, path, "a norm") for n in part)
+        tuple(n for part in in_shard_map.sharded(x, s, a.of_one_norm, path, "a norm") for n in part)
         for path, (x, s, a) in zip(paths, rows, strict=True)
     ]
-    return manual.sums(squares, names)
+    return in_shard_map.sums(squares, names)
 
 
 def narrow(tree: Any, like: Any) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, named, partition, previous, run, types
+from mars_optax._src import checks, in_shard_map, named, partition, previous, run, types
 from mars_optax._src.leaf import quantization
 
 
@@ -97,9 +97,9 @@ def variance_reduced(  # noqa: D417 (the others are told of where users read)
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         form = {} if keep_prev_grad else {"next_gamma": source.gamma_at(count)}
-        specs = manual.specs_of(extra_args, updates)
+        specs = in_shard_map.specs_of(extra_args, updates)
         if source.dtype is not None and quantization.is_scaled(source.dtype):
-            manual.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
+            in_shard_map.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
         result, new_moments = run.run_step(
             step,
             updates,

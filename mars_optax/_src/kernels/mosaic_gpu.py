@@ -61,7 +61,7 @@ def call(
 
         def on_leaf(i: int) -> None:
             mine = refs[i * stride : (i + 1) * stride]
-            values = tuple(_load(ref, at, tiles.block, interpret) for ref in mine[:n_operands])
+            values = tuple(_laid_out(ref[at], tiles.block, interpret) for ref in mine[:n_operands])
             factor = mine[n_operands][row] if has_factor else None
             outputs = fn(values, factor, tuple(scalars_ref[k] for k in range(scalars.size)))
             for k, (value, dtype) in enumerate(zip(outputs, out_dtypes, strict=True)):
@@ -79,10 +79,8 @@ def call(
     }
     struct: Any = jax.ShapeDtypeStruct
     shapes = [struct((size,), dtype) for _ in leaves for dtype in out_dtypes]
-    launch = _launch_interpreted if interpret else _launch
-    results = launch(
-        body, (len(leaves), tiles.rows, tiles.blocks), operands, shapes, targets, "mars_step"
-    )
+    grid = (len(leaves), tiles.rows, tiles.blocks)
+    results = _launch(body, grid, operands, shapes, targets, "mars_step", interpret)
     return [tuple(results[i * n_outputs : (i + 1) * n_outputs]) for i in range(len(leaves))]
 
 
@@ -122,7 +120,7 @@ def partial_squares(
             def add(k: Any, total: jax.Array) -> jax.Array:
                 block = row * tiles.blocks + first + k * per_row
                 at = pl.ds(block * tiles.block, tiles.block)
-                values = tuple(_load(ref, at, tiles.block, interpret) for ref in mine)
+                values = tuple(_laid_out(ref[at], tiles.block, interpret) for ref in mine)
                 value = fn(values, tuple(scalars_ref[k] for k in range(scalars.size)))
                 return total + value * value
 
@@ -139,8 +137,7 @@ def partial_squares(
     struct: Any = jax.ShapeDtypeStruct
     shapes = [struct((len(leaves) * n_sums,), jnp.float32)]
     grid = (len(leaves), tiles.rows, per_row)
-    launch = _launch_interpreted if interpret else _launch
-    (sums,) = launch(body, grid, operands, shapes, {}, "mars_norms")
+    (sums,) = _launch(body, grid, operands, shapes, {}, "mars_norms", interpret)
     return sums.reshape(len(leaves), tiles.rows, per_row)
 
 
@@ -154,14 +151,10 @@ def _for_leaf(leaf: Any, n_leaves: int, on_leaf: Callable[[int], None]) -> None:
         pl.when(leaf == i)(functools.partial(on_leaf, i))
 
 
-def _load(ref: Any, at: Any, block: int, interpret: bool) -> jax.Array:
-    return _laid_out(ref[at], block, interpret)
-
-
 def _laid_out(value: jax.Array, block: int, interpret: bool) -> jax.Array:
+    """Every operand of a thread's at the same places, whatever the widths of their dtypes."""
     if interpret:
         return value
-    # Every operand of a thread's at the same places, whatever the widths of their dtypes.
     layout = plgpu.Layout.WG_STRIDED((block,), vec_size=min(2, block // tiling.WARPGROUP))
     result: jax.Array = plgpu.layout_cast(value, layout)
     return result
@@ -174,8 +167,23 @@ def _launch(
     shapes: Any,
     targets: Mapping[int, int],
     name: str,
+    interpret: bool,
 ) -> list[jax.Array]:
-    """Runs `body` on a GPU; an aliased output is the reference of its operand."""
+    """Runs `body` on a GPU, where an aliased output is the reference of its operand."""
+    if interpret:
+        # Pallas's interpreter has no meshes.
+        anywhere = pl.BlockSpec(memory_space=pl.ANY)
+        outputs = pl.pallas_call(
+            lambda *refs: body(pl.program_id, *refs),
+            out_shape=tuple(shapes),
+            grid=grid,
+            in_specs=[anywhere] * len(operands),
+            out_specs=(anywhere,) * len(shapes),
+            input_output_aliases={operand: out for out, operand in targets.items()},
+            interpret=True,
+            name=name,
+        )(*operands)
+        return list(outputs)
     fresh = [i for i in range(len(shapes)) if i not in targets]
 
     def kernel(*refs: Any) -> None:
@@ -206,26 +214,3 @@ def _launch(
         for i, shape in enumerate(shapes)
     ]
     return list(pl.run_state(on_references)(initial))
-
-
-def _launch_interpreted(
-    body: Any,
-    grid: tuple[int, ...],
-    operands: Any,
-    shapes: Any,
-    targets: Mapping[int, int],
-    name: str,
-) -> list[jax.Array]:
-    """The same in Pallas's interpreter, which has no meshes."""
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    outputs = pl.pallas_call(
-        lambda *refs: body(pl.program_id, *refs),
-        out_shape=tuple(shapes),
-        grid=grid,
-        in_specs=[anywhere] * len(operands),
-        out_specs=(anywhere,) * len(shapes),
-        input_output_aliases={operand: out for out, operand in targets.items()},
-        interpret=True,
-        name=name,
-    )(*operands)
-    return list(outputs)

@@ -49,21 +49,13 @@ def tile(size: int, rows: int = 1, *, is_whole: bool = False) -> Tiling | None:
         return Tiling(rows, 0, BLOCKS[0], 0)
     if rows > _MOST_ROWS:
         return None
-    length = size // rows
+    length, may_rest = size // rows, rows == 1 and not is_whole
     for block in BLOCKS:
         blocks, rest = divmod(length, block)
         # A rest of some percent is not worth smaller blocks.
-        if rest == 0 or (
-            rows == 1 and not is_whole and (64 * rest <= length or block == WARPGROUP)
-        ):
+        if rest == 0 or (may_rest and (64 * rest <= length or block == WARPGROUP)):
             return Tiling(rows, blocks, block, rest)
     return None
-
-
-def fills(size: int) -> bool:
-    """Whether the blocks of a leaf that is one row leave no rest."""
-    tiles = tile(size)
-    return tiles is not None and tiles.rest == 0
 
 
 def group(keys: Sequence[Hashable], lengths: Sequence[int]) -> list[list[int]]:
