@@ -36,7 +36,7 @@ from benchmarks import (
     timing,
 )
 
-_THRESHOLD = "mars_optax._src.spread.SHORTEST_TO_DIVIDE"
+_THRESHOLD = "mars_optax._src.reshard.SHORTEST_TO_DIVIDE"
 
 
 def parser() -> command.Flags:

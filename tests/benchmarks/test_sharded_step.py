@@ -21,7 +21,7 @@ from benchmarks import gpt2_shapes, sharded_step, shardings
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _ENTRIES = {one.name: one for one in sharded_step.entries()}
-_THRESHOLD = "mars_optax._src.spread.SHORTEST_TO_DIVIDE"
+_THRESHOLD = "mars_optax._src.reshard.SHORTEST_TO_DIVIDE"
 
 
 class ShardingsTest(parameterized.TestCase):

@@ -32,7 +32,7 @@ from benchmarks import (
     torch_peers,
     train_step,
 )
-from mars_optax._src.kernels import execute
+from mars_optax._src import execute
 from tests.benchmarks import flags
 from tests.support import interpreter
 

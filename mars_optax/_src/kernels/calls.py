@@ -34,8 +34,7 @@ def small_and_many(leaves: Mapping[int, Leaf]) -> list[int]:
     keys = {
         i: (leaf.size, leaf.dtypes)
         for i, leaf in leaves.items()
-        if tiling.WARPGROUP <= leaf.size <= tiling.SMALL
-        and tiling.tile(leaf.size, is_whole=True) is not None
+        if tiling.WARPGROUP <= leaf.size <= tiling.SMALL and tiling.fills(leaf.size)
     }
     room = {key: n - n % tiling.GROUP for key, n in Counter(keys.values()).items()}
     chosen = []
@@ -97,12 +96,12 @@ def elementwise(
     data, on = _of_arrays(leaves, ("operands", "factor"))
     xla = on(lambda mine, table: [by_xla(fn, leaf, tuple(table)) for leaf in mine])
     gpu = on(lambda mine, table: _on_gpu(fn, mine, table, by_xla, interpret))
-    platforms = {"cuda": gpu, "default": xla}
+    platforms = {"cuda": gpu, "tpu": xla, "default": xla}
     if refusal is not None:
         platforms["tpu"] = on(lambda mine, table: [_on_tpu(fn, leaf, table) for leaf in mine])
         refused = functools.partial(_refused_p.bind, refusal=refusal)
         platforms["default"] = lambda *args: jax.tree.map(refused, xla(*args))
-    local = gpu if interpret else functools.partial(jax.lax.platform_dependent, **platforms)
+    local = gpu if interpret else _by_platform(platforms)
     n_outputs = len(leaves[0].out_dtypes)
     run_shards = functools.partial(shards.on_shards, local, n_outputs)
     outputs: list[_Outputs] = mesh.opaque(run_shards, xla)(_table(scalars), data)
@@ -124,8 +123,7 @@ def squares(
     data, on = _of_arrays(leaves, ("operands",))
     xla = on(lambda mine, table: [by_xla(fn, leaf, tuple(table)) for leaf in mine])
     gpu = on(lambda mine, table: _squares_on_gpu(fn, mine, table, interpret))
-    by_platform = functools.partial(jax.lax.platform_dependent, cuda=gpu, default=xla)
-    run = mesh.opaque(gpu if interpret else by_platform, xla)
+    run = mesh.opaque(gpu if interpret else _by_platform({"cuda": gpu, "default": xla}), xla)
     results: list[jax.Array] = run(_table(scalars), data)
     return results
 
@@ -142,6 +140,11 @@ def _of_arrays(leaves: Sequence[Leaf], names: Sequence[str]) -> tuple[list[Any],
         return from_arrays
 
     return [tuple(getattr(leaf, name) for name in names) for leaf in leaves], on
+
+
+def _by_platform(functions: Mapping[str, Any]) -> Callable[..., Any]:
+    """Each function in the programs of its platform."""
+    return lambda *args: jax.lax.platform_dependent(*args, **functions)
 
 
 def _table(scalars: Sequence[Any]) -> jax.Array:
@@ -241,7 +244,7 @@ def _on_tpu(fn: Any, leaf: Leaf, table: jax.Array) -> _Outputs:
 
 def _flat(leaf: Leaf) -> Leaf:
     flat = functools.partial(jnp.reshape, shape=-1)
-    operands, factor = jax.tree.map(flat, (leaf.operands, leaf.factor))
+    factor, operands = jax.tree.map(flat, (leaf.factor, leaf.operands))
     return dataclasses.replace(leaf, operands=operands, factor=factor)
 
 

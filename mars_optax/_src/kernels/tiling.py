@@ -58,6 +58,12 @@ def tile(size: int, rows: int = 1, *, is_whole: bool = False) -> Tiling | None:
     return None
 
 
+def fills(size: int) -> bool:
+    """Whether the blocks of a leaf that is one row leave no rest."""
+    tiles = tile(size)
+    return tiles is not None and tiles.rest == 0
+
+
 def group(keys: Sequence[Hashable], lengths: Sequence[int]) -> list[list[int]]:
     """Indices of leaves gathered into calls of the same key, each of at most so many leaves.
 
