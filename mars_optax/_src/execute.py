@@ -4,6 +4,7 @@ Without that folder XLA does all, and asking for kernels is refused.
 """
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,21 +27,10 @@ _DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What an elementwise function reads and writes of one leaf.
-
-    Attributes:
-      operands: Arrays of one shape.
-      factor: An array of the same rank that is broadcast to that shape, or None. XLA takes any
-        tree.
-      out_dtypes: That of each output.
-      aliases: From an output to the operand whose buffer it may take, which has its dtype.
-    """
+class _Operands:
+    """What a function reads of one leaf: arrays of one shape."""
 
     operands: tuple[jax.Array, ...]
-    factor: Any
-    out_dtypes: tuple[Any, ...]
-    aliases: Mapping[int, int]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,12 +42,22 @@ class Leaf:
         """Elements of each operand."""
         return self.operands[0].size
 
+
+@dataclasses.dataclass(frozen=True)
+class Leaf(_Operands):
+    """What an elementwise function reads and writes of one leaf."""
+
+    # An array of the same rank that is broadcast to the shape, or None. XLA takes any tree.
+    factor: Any
+    out_dtypes: tuple[Any, ...]
+    # From an output to the operand whose buffer it may take, which has its dtype.
+    aliases: Mapping[int, int]
+
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Of all operands and outputs."""
-        return tuple(
-            str(jnp.dtype(d)) for d in (*(x.dtype for x in self.operands), *self.out_dtypes)
-        )
+        dtypes = (*(x.dtype for x in self.operands), *self.out_dtypes)
+        return tuple(str(jnp.dtype(dtype)) for dtype in dtypes)
 
     @property
     def has_plain_factor(self) -> bool:
@@ -77,28 +77,18 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class NormLeaf:
-    """What norms are taken of.
+class NormLeaf(_Operands):
+    """What norms are taken of."""
 
-    Attributes:
-      operands: Arrays of one shape.
-      axes: Those of a norm, not negative and in order.
-      dtype: That of the arithmetic, and of the sums.
-    """
-
-    operands: tuple[jax.Array, ...]
+    # Those of a norm, not negative and in order.
     axes: tuple[int, ...]
+    # That of the arithmetic, and of the sums.
     dtype: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of each operand."""
-        return self.operands[0].shape
 
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Of all operands, and of the arithmetic."""
-        return (*(str(x.dtype) for x in self.operands), str(jnp.dtype(self.dtype)))
+        return tuple(str(jnp.dtype(x)) for x in (*(x.dtype for x in self.operands), self.dtype))
 
     @property
     def rows(self) -> int | None:
@@ -114,14 +104,11 @@ def elementwise(
     scalars: Sequence[jax.Array],
     implementation: types.Implementation | None,
 ) -> list[tuple[jax.Array, ...]]:
-    """The outputs of `fn` on each leaf.
+    """The outputs of `fn` on each leaf; all have as many operands and outputs.
 
-    Args:
-      fn: The function of an array, or of a block of one.
-      leaves: What it is run on; all have as many operands and outputs.
-      scalars: Its further arguments, of shape () and one dtype.
-      implementation: "pallas" takes kernels for all that fills a block, and raises where they
-        cannot run; "xla" takes none; None takes them where they were measured to be faster.
+    `scalars` are of shape () and one dtype. "pallas" takes kernels for all that fills a block, and
+    raises where they cannot run; "xla" takes none; None takes them where they were measured to be
+    faster.
     """
     chosen: Sequence[int] = ()
     if implementation == "pallas":
@@ -131,14 +118,8 @@ def elementwise(
         known = {i: x for i, x in enumerate(leaves) if x.factor is None and not _unknown(x)}
         chosen = _kernels().small_and_many(known)
     refusal = _message if implementation == "pallas" else None
-    return _divided(
-        leaves,
-        chosen,
-        lambda leaf: _by_xla(fn, leaf, scalars),
-        lambda mine: _kernels().elementwise(
-            fn, mine, scalars, _by_xla, refusal=refusal, interpret=is_interpreted()
-        ),
-    )
+    by_kernels = chosen and functools.partial(_kernels().elementwise, refusal=refusal)
+    return _divided(fn, leaves, scalars, chosen, _by_xla, by_kernels)
 
 
 def squares(
@@ -149,13 +130,10 @@ def squares(
 ) -> list[jax.Array]:
     """The squares of the norms of `fn` of each leaf, with the axes of a norm kept at length 1.
 
-    Args:
-      fn: The function of a leaf, or of a block of one.
-      leaves: What it is run on; all have as many operands.
-      scalars: Its further arguments, numbers or arrays of shape ().
-      implementation: "pallas" takes kernels on one Hopper GPU outside of meshes with types, for
-        float32 arithmetic on leaves whose blocks end with the norms; "xla" takes none; None takes
-        them for large leaves, where they were measured to be faster.
+    All leaves have as many operands; `scalars` are numbers or arrays of shape (). "pallas" takes
+    kernels on one Hopper GPU outside of meshes with types, for float32 arithmetic on leaves whose
+    blocks end with the norms; "xla" takes none; None takes them for large leaves, where they were
+    measured to be faster.
     """
     chosen: Sequence[int] = ()
     operands = [x for leaf in leaves for x in leaf.operands]
@@ -164,14 +142,7 @@ def squares(
         chosen = _kernels().whole_blocks(known)
     elif implementation is None and kernels_pay(operands):
         chosen = _kernels().large(known)
-    return _divided(
-        leaves,
-        chosen,
-        lambda leaf: _squares_by_xla(fn, leaf, scalars),
-        lambda mine: _kernels().squares(
-            fn, mine, scalars, _squares_by_xla, interpret=is_interpreted()
-        ),
-    )
+    return _divided(fn, leaves, scalars, chosen, _squares_by_xla, chosen and _kernels().squares)
 
 
 def kernels_pay(operands: Sequence[Any]) -> bool:
@@ -205,14 +176,19 @@ def _kernels() -> Any:
     return calls
 
 
-def _divided(leaves: Any, chosen: Sequence[int], by_xla: Any, by_kernels: Any) -> list[Any]:
+def _divided(
+    fn: Any, leaves: Any, scalars: Any, chosen: Sequence[int], by_xla: Any, by_kernels: Any
+) -> list[Any]:
     """The results of all leaves: by kernels of the chosen ones, those on one mesh together."""
-    results = {i: by_xla(leaf) for i, leaf in enumerate(leaves) if i not in set(chosen)}
+    others = [i for i in range(len(leaves)) if i not in set(chosen)]
+    results = {i: by_xla(fn, leaves[i], scalars) for i in others}
     groups: dict[Any, list[int]] = {}
     for i in chosen:
         groups.setdefault(mesh.explicit(leaves[i].operands[0]), []).append(i)
-    for mine in groups.values():
-        results.update(zip(mine, by_kernels([leaves[i] for i in mine]), strict=True))
+    for group in groups.values():
+        mine = [leaves[i] for i in group]
+        outputs = by_kernels(fn, mine, scalars, by_xla, interpret=is_interpreted())
+        results.update(zip(group, outputs, strict=True))
     return [results[i] for i in range(len(leaves))]
 
 

@@ -28,12 +28,8 @@ def specs_of(extra_args: Mapping[str, Any], tree: Any) -> Any:
 def sharded(x: Any, spec: Any, dims: Sequence[int], path: tuple[Any, ...], what: str) -> list[Any]:
     """The mesh axes over which each of `dims` of a leaf is divided, inside a shard_map.
 
-    Args:
-      x: What the device has of the leaf.
-      spec: Its spec, or None if none was given.
-      dims: Axes of the leaf.
-      path: Where the leaf is, for errors.
-      what: What needs to know, for errors.
+    Of the leaf, `x` is what the device has, `spec` is its spec, or None if none was given; `path`
+    is where it is and `what` needs to know, for errors.
     """
     manual = mesh.manual_axes()
     if not manual:

@@ -20,17 +20,11 @@ def map_stacks(
     axes: Sequence[partition.Axes],
     constants: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Applies a function of a stack of matrices to the matrices of leaves.
+    """Applies a function of a stack of matrices to the matrices of leaves, sharded as they were.
 
-    Args:
-      fn: From a stack (slices, short, long) and `constants` to a stack of the same shape, each
-        matrix on its own. Leaves of both orientations share a stack; zeros stay zeros.
-      leaves: Arrays of any rank.
-      axes: Which axes of each are those of its matrices.
-      constants: Further arrays, which every device has; none must be captured by `fn`.
-
-    Returns:
-      Arrays of the shapes and shardings of `leaves`, in the dtypes that `fn` returns.
+    `fn` makes of a stack (slices, short, long) and `constants`, which every device has, a stack of
+    that shape, each matrix on its own; zeros stay zeros. Leaves of both orientations share a
+    stack, and `axes` says of each which are those of its matrices. `fn` must capture no array.
     """
     stacks = [_stack(x, a) for x, a in zip(leaves, axes, strict=True)]
     groups: dict[Any, list[int]] = {}
@@ -39,9 +33,8 @@ def map_stacks(
     results: dict[int, jax.Array] = {}
     for group in groups.values():
         for chunk in _chunks(group, [stacks[i].size for i in group]):
-            results.update(
-                zip(chunk, _joined(fn, [stacks[i] for i in chunk], constants), strict=True)
-            )
+            joined = _joined(fn, [stacks[i] for i in chunk], constants)
+            results.update(zip(chunk, joined, strict=True))
     return [_leaf(results[i], x, a) for i, (x, a) in enumerate(zip(leaves, axes, strict=True))]
 
 

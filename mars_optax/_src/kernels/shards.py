@@ -21,11 +21,8 @@ def on_shards(
 ) -> list[tuple[jax.Array, ...]]:
     """Runs `local` on what each device holds of the leaves, without communication.
 
-    Args:
-      local: ``(replicated, data) -> outputs of each leaf``.
-      n_outputs: Outputs of each leaf, which have its shape.
-      replicated: An array that every device gets whole.
-      data: The arrays of each leaf, which are sharded alike; all on one mesh.
+    `local` makes of `replicated`, an array that every device gets whole, and of `data`, whose
+    arrays are sharded alike in each leaf and all on one mesh, `n_outputs` in the shape of each.
     """
     on, run = mesh.explicit(data[0][0][0]), local
     if on is not None:
@@ -75,20 +72,14 @@ def _partitioned(local: Callable[..., Any], data: Data, n_outputs: int) -> Calla
         return on, local, outs, (NamedSharding(on, mesh.spec()), ins)
 
     # Elementwise: a factor for each axis of each leaf, and one of its own for a side of length 1.
-    def factors(x: Any, shape: Any, leaf: int, k: int) -> str:
-        return " ".join(
-            f"leaf{leaf}axis{axis}" if n == m else f"array{k}axis{axis}"
-            for axis, (n, m) in enumerate(zip(x.shape, shape, strict=True))
-        )
+    def factors(x: Any, leaf: int, k: int = 0) -> str:
+        sides = zip(x.shape, data[leaf][0][0].shape, strict=True)
+        names = ((f"leaf{leaf}" if n == m else f"array{k}") + "axis" for n, m in sides)
+        return " ".join(f"{name}{axis}" for axis, name in enumerate(names))
 
-    shapes = [operands[0].shape for operands, _ in data]
     owned = [(x, i) for i, leaf in enumerate(data) for x in jax.tree.leaves(leaf)]
-    ins = [factors(x, shapes[i], i, k) for k, (x, i) in enumerate(owned)]
-    outs = [
-        factors(leaf[0][0], shapes[i], i, 0)
-        for i, leaf in enumerate(data)
-        for _ in range(n_outputs)
-    ]
+    ins = [factors(x, i, k) for k, (x, i) in enumerate(owned)]
+    outs = [factors(x[0], i) for i, (x, _) in enumerate(data) for _ in range(n_outputs)]
     call: Any = custom_partitioning(local)  # type: ignore[no-untyped-call]
     call.def_partition(
         partition=partition,
