@@ -42,7 +42,7 @@ LAYOUTS = (
 )
 
 _spec: Any = PartitionSpec  # untyped in JAX
-_THRESHOLD = "mars_optax._src.spread.SHORTEST_TO_DIVIDE"
+_THRESHOLD = "mars_optax._src.reshard.SHORTEST_TO_DIVIDE"
 
 
 def parser() -> command.Flags:

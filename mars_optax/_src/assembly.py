@@ -9,9 +9,8 @@ from typing import Any, Final
 import jax
 import optax
 
-from mars_optax._src import checks, manual, named, partition, run, trees, types
+from mars_optax._src import checks, execute, in_shard_map, named, partition, run, trees, types
 from mars_optax._src.estimator import OF_ANY_SHAPE, PER_ROW, HandedOver
-from mars_optax._src.kernels import execute
 from mars_optax._src.leaf import precision
 from mars_optax._src.states import State
 
@@ -86,7 +85,7 @@ def optimizer(
     hands_over = vector_rule is not None and source.evaluates
     inner_correction = HandedOver(correction) if hands_over else correction
     # The extra arguments of the rules that are trees of the parameters.
-    tree_arguments = (manual.ARGUMENT, *(("prev_grad", "anchor_grad") if hands_over else ()))
+    tree_arguments = (in_shard_map.ARGUMENT, *(("prev_grad", "anchor_grad") if hands_over else ()))
 
     def groups_for(tree: Any) -> tuple[dict[str, _Group], Any]:
         """The rules for a tree of these shapes, and which leaf has which."""
@@ -152,7 +151,7 @@ def optimizer(
         if hands_over:
             extra_args["prev_grad"] = source.evaluate(updates, state, params, extra_args)
             prev_params = source.next_params(state, params, extra_args)
-        extra_args[manual.ARGUMENT] = manual.specs_of(extra_args, updates)
+        extra_args[in_shard_map.ARGUMENT] = in_shard_map.specs_of(extra_args, updates)
         decays = decays_of(updates)
         results, states = [], {}
         for label, group in groups.items():

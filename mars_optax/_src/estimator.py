@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, trees, types
+from mars_optax._src import checks, in_shard_map, trees, types
 from mars_optax._src.adaptive import AdaptiveGamma
 from mars_optax._src.leaf import clipping, correction, precision, quantization
 
@@ -318,8 +318,8 @@ class Estimator:
         self, updates: Any, prev_grad: Any, a: Any, k: Any, extra_args: Mapping[str, Any]
     ) -> jax.Array:
         """What scales the correction to its bound."""
-        specs = manual.specs_of(extra_args, updates)
-        manual.require_whole(updates, specs, "`correction_clip`")
+        specs = in_shard_map.specs_of(extra_args, updates)
+        in_shard_map.require_whole(updates, specs, "`correction_clip`")
         zeros = jax.tree.map(jnp.zeros_like, updates)
         added = jax.tree.map(functools.partial(_corrected, k=k), zeros, prev_grad, a)
         squares = jnp.asarray(optax.tree.norm(added, squared=True))
@@ -336,9 +336,9 @@ class Estimator:
         products = [
             self.gamma.products(its, precision.widen(f), a.of_one_norm) for _, _, f, a, its in rows
         ]
-        specs = manual.specs_of(extra_args, updates)
+        specs = in_shard_map.specs_of(extra_args, updates)
         summed = [
-            manual.sum_parts(list(column), updates, axes, specs)
+            in_shard_map.sum_parts(list(column), updates, axes, specs)
             for column in zip(*products, strict=True)
         ]
         k, states = [], []

@@ -5,7 +5,16 @@ from typing import Any
 import jax
 import optax
 
-from mars_optax._src import checks, manual, named, partition, run, transformation, trees, types
+from mars_optax._src import (
+    checks,
+    in_shard_map,
+    named,
+    partition,
+    run,
+    transformation,
+    trees,
+    types,
+)
 from mars_optax._src.adaptive import Gamma
 from mars_optax._src.estimator import Estimate
 from mars_optax._src.states import CorrectGradientsState
@@ -150,7 +159,7 @@ def clip_by_leaf_norm(
             max_norm=max_norm,
             axes=axes_of(updates),
             implementation="xla",
-            specs=manual.specs_of(extra_args, updates),
+            specs=in_shard_map.specs_of(extra_args, updates),
         )
         return trees.narrow(clipped, updates), state
 

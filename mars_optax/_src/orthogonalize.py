@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mars_optax._src import checks, manual, partition, spread, stacks, trees, types
+from mars_optax._src import checks, in_shard_map, mesh, partition, reshard, stacks, trees, types
 from mars_optax._src.leaf import newton_schulz, precision
 
 
@@ -72,10 +72,10 @@ class Orthogonalization:
     @staticmethod
     def _by_user(fn: types.NewtonSchulzFn, x: jax.Array, axes: partition.Axes) -> jax.Array:
         """The user's function gets the stack of each leaf, in the orientation declared."""
-        stack = axes.to_stack(spread.whole(x))
+        stack = axes.to_stack(mesh.whole(x))
         result: jax.Array = fn(stack)
         checks.newton_schulz_result(stack, result)
-        return spread.laid_out(axes.from_stack(result, x.shape), x)
+        return mesh.laid_out(axes.from_stack(result, x.shape), x)
 
 
 def transformation(
@@ -107,24 +107,19 @@ def transformation(
         del params
         axes = partition.resolve_axes(weight_dimension_numbers, momenta, partition.matrix_at_rank_2)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(momenta)]
-        rows = trees.rows((momenta, axes, manual.specs_of(extra_args, momenta)))
+        rows = trees.rows((momenta, axes, in_shard_map.specs_of(extra_args, momenta)))
         all_axes = [a for _, a, _ in rows]
         dims = [a.reduction + a.output for a in all_axes]
         # Inside a shard_map a device may hold a part of a matrix, and its shape is not that.
         names = [
-            manual.sharded(x, spec, d, path, "the orthogonalization of a matrix")
+            in_shard_map.sharded(x, spec, d, path, "the orthogonalization of a matrix")
             for path, d, (x, _, spec) in zip(paths, dims, rows, strict=True)
         ]
-        whole = [
-            manual.gathered(x, d, n) for (x, _, _), d, n in zip(rows, dims, names, strict=True)
-        ]
-        run = spread.by_specs(orthogonalization, [spec for _, _, spec in rows])
+        whole = [mesh.gathered(x, d, n) for (x, _, _), d, n in zip(rows, dims, names, strict=True)]
+        run = reshard.by_specs(orthogonalization, [spec for _, _, spec in rows])
         results = run([divided(x) for x in whole], all_axes)
         scaled = [y * factor(*a.fans(y.shape)) for y, a in zip(results, all_axes, strict=True)]
-        parts = [
-            manual.part(y, x, d, n)
-            for y, (x, _, _), d, n in zip(scaled, rows, dims, names, strict=True)
-        ]
+        parts = [mesh.part(y, d, n) for y, d, n in zip(scaled, dims, names, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(momenta), parts), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import manual, trees, types
-from mars_optax._src.kernels import execute, norms
+from mars_optax._src import execute, in_shard_map, trees, types
 from mars_optax._src.leaf import clipping, precision
 
 # (c, grad, *moments, **scalars) -> (direction, *moments), all elementwise; c is the corrected and
@@ -149,7 +148,7 @@ def run_step(
         squares = _squares(updates, estimate, axes, (*moments, params), implementation)
         clips = [
             clipping.factor_of_squares(x, precision.widen_scalar(max_norm, x.dtype))
-            for x in manual.sum_parts(squares, updates, axes, specs)
+            for x in in_shard_map.sum_parts(squares, updates, axes, specs)
         ]
     decay_of = [decays for _, decays in trees.rows((updates, all_decays))]
     outputs: list[Any] = [None] * len(table)
@@ -183,5 +182,7 @@ def _squares(
         present = [jnp.asarray(x) for x in (grad, other, *rest) if x is not None]
         operands = tuple(present[: 1 if other is None else 2])
         norm_axes = sorted(axis % jnp.ndim(grad) for axis in leaf_axes.of_one_norm)
-        leaves.append(norms.Leaf(operands, tuple(norm_axes), precision.compute_dtype(*present)))
-    return norms.squares(corrected, leaves, [estimate.coefficient], implementation)
+        leaves.append(
+            execute.NormLeaf(operands, tuple(norm_axes), precision.compute_dtype(*present))
+        )
+    return execute.squares(corrected, leaves, [estimate.coefficient], implementation)

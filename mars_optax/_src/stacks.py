@@ -6,10 +6,8 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
-from mars_optax._src import manual, partition, spread
-from mars_optax._src.kernels import shards
+from mars_optax._src import mesh, partition, reshard
 
 # Elements of a stack: so many fill a GPU many times over, and two or three arrays of this size are
 # all that is needed beside the leaves.
@@ -17,22 +15,16 @@ LARGEST: Final = 1 << 28
 
 
 def map_stacks(
-    fn: spread.StackFn,
+    fn: reshard.StackFn,
     leaves: Sequence[jax.Array],
     axes: Sequence[partition.Axes],
     constants: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Applies a function of a stack of matrices to the matrices of leaves.
+    """Applies a function of a stack of matrices to the matrices of leaves, sharded as they were.
 
-    Args:
-      fn: From a stack (slices, short, long) and `constants` to a stack of the same shape, each
-        matrix on its own. Leaves of both orientations share a stack; zeros stay zeros.
-      leaves: Arrays of any rank.
-      axes: Which axes of each are those of its matrices.
-      constants: Further arrays, which every device has; none must be captured by `fn`.
-
-    Returns:
-      Arrays of the shapes and shardings of `leaves`, in the dtypes that `fn` returns.
+    `fn` makes of a stack (slices, short, long) and `constants`, which every device has, a stack of
+    that shape, each matrix on its own; zeros stay zeros. Leaves of both orientations share a
+    stack, and `axes` says of each which are those of its matrices. `fn` must capture no array.
     """
     stacks = [_stack(x, a) for x, a in zip(leaves, axes, strict=True)]
     groups: dict[Any, list[int]] = {}
@@ -41,9 +33,8 @@ def map_stacks(
     results: dict[int, jax.Array] = {}
     for group in groups.values():
         for chunk in _chunks(group, [stacks[i].size for i in group]):
-            results.update(
-                zip(chunk, _joined(fn, [stacks[i] for i in chunk], constants), strict=True)
-            )
+            joined = _joined(fn, [stacks[i] for i in chunk], constants)
+            results.update(zip(chunk, joined, strict=True))
     return [_leaf(results[i], x, a) for i, (x, a) in enumerate(zip(leaves, axes, strict=True))]
 
 
@@ -51,7 +42,7 @@ def _stack(x: jax.Array, axes: partition.Axes) -> jax.Array:
     """The matrices of a leaf, turned where they are tall: (slices, short, long)."""
     # Axes that are merged must not be sharded.
     is_simple = len(axes.reduction) == len(axes.output) == 1 and len(axes.batch) <= 1
-    stack = axes.to_stack(x if is_simple else spread.whole(x))
+    stack = axes.to_stack(x if is_simple else mesh.whole(x))
     return jnp.swapaxes(stack, 1, 2) if stack.shape[1] > stack.shape[2] else stack
 
 
@@ -59,19 +50,19 @@ def _leaf(stack: jax.Array, like: jax.Array, axes: partition.Axes) -> jax.Array:
     """The inverse of `_stack`."""
     if stack.shape != axes.stack_shape(like.shape):
         stack = jnp.swapaxes(stack, 1, 2)
-    return spread.laid_out(axes.from_stack(stack, like.shape), like)
+    return mesh.laid_out(axes.from_stack(stack, like.shape), like)
 
 
 def _key(i: int, stack: jax.Array) -> Any:
     """What leaves have in common that share a stack."""
     # Inside a shard_map, joined leaves would vary over the axes of all.
-    kind = (stack.shape[1:], str(stack.dtype), manual.varying(stack))
-    if spread.explicit_mesh(stack) is not None:
+    kind = (stack.shape[1:], str(stack.dtype), mesh.varying(stack))
+    if mesh.explicit(stack) is not None:
         spec = tuple(jax.typeof(stack).sharding.spec)
         # Matrices that lie on different devices stay there.
         return (*kind, spec, None if spec[0] is None else i)
     # Where nobody can be asked, no two leaves are known to lie alike.
-    return kind if shards.is_one_device() or shards.has_partitioner() else (*kind, i)
+    return kind if mesh.is_one_device() or mesh.has_partitioner() else (*kind, i)
 
 
 def _chunks(group: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -88,20 +79,19 @@ def _chunks(group: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _joined(
-    fn: spread.StackFn, stacks: Sequence[jax.Array], constants: Sequence[jax.Array]
+    fn: reshard.StackFn, stacks: Sequence[jax.Array], constants: Sequence[jax.Array]
 ) -> Sequence[jax.Array]:
     """The results for some leaves by one call of `fn`."""
-    kinds = jax.typeof(stacks[0]).sharding.mesh.axis_types
-    is_explicit = spread.explicit_mesh(stacks[0]) is not None
-    is_local = shards.is_one_device() or AxisType.Manual in kinds or not stacks[0].size
-    if not is_explicit and not is_local and shards.has_partitioner():
-        return spread.by_partitioner(fn, stacks, constants)
+    is_explicit = mesh.explicit(stacks[0]) is not None
+    is_local = mesh.is_local(stacks[0]) or not stacks[0].size
+    if not is_explicit and not is_local and mesh.has_partitioner():
+        return reshard.by_partitioner(fn, stacks, constants)
     stack = jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
-    run = spread.by_types if is_explicit else _in_pieces
-    return spread.split(run(fn, stack, constants), stacks)
+    run = reshard.by_types if is_explicit else _in_pieces
+    return reshard.split(run(fn, stack, constants), stacks)
 
 
-def _in_pieces(fn: spread.StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> jax.Array:
+def _in_pieces(fn: reshard.StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> jax.Array:
     """`fn` on a stack that may be larger than one should be."""
     slices = max(1, LARGEST // max(1, math.prod(stack.shape[1:])))
     if stack.shape[0] <= slices:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, named, partition, run, trees, types
+from mars_optax._src import checks, in_shard_map, named, partition, run, trees, types
 from mars_optax._src.estimator import Estimator
 from mars_optax._src.leaf import quantization
 
@@ -91,9 +91,9 @@ def rule(
         source.check(updates, state, state_type, name, kept)
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
-        specs = manual.specs_of(extra_args, updates)
+        specs = in_shard_map.specs_of(extra_args, updates)
         if source.dtype is not None and quantization.is_scaled(source.dtype):
-            manual.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
+            in_shard_map.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
         estimate, fields = source.estimate(updates, state, params, extra_args, axes)
         result, new_moments = run.run_step(
             step,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, named, states, trees
+from mars_optax._src import checks, in_shard_map, named, states, trees
 from mars_optax._src.leaf import precision
 
 
@@ -80,8 +80,8 @@ def cautious(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         if rescale != "none":
-            specs = manual.specs_of(extra_args, updates)
-            manual.require_whole(updates, specs, f"`cautious` with {rescale=}")
+            specs = in_shard_map.specs_of(extra_args, updates)
+            in_shard_map.require_whole(updates, specs, f"`cautious` with {rescale=}")
         direction, state = inner.update(updates, state, params, **extra_args)
         return trees.narrow(jax.tree.map(masked, direction, updates), direction), state
 

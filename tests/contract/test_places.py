@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
-from mars_optax._src import spread
+from mars_optax._src import reshard
 from tests.support import meshes
 
 _SHORTEST = 16
@@ -88,7 +88,7 @@ def _step(tx: Any, is_fused: bool, **extra_args: Any) -> Callable[..., Any]:
 class PlacesTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        patch = mock.patch.object(spread, "SHORTEST_TO_DIVIDE", _SHORTEST)
+        patch = mock.patch.object(reshard, "SHORTEST_TO_DIVIDE", _SHORTEST)
         patch.start()
         self.addCleanup(patch.stop)
 

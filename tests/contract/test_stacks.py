@@ -19,8 +19,7 @@ from jax import test_util
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
-from mars_optax._src import orthogonalize, partition, stacks
-from mars_optax._src.kernels import shards
+from mars_optax._src import mesh, orthogonalize, partition, stacks
 from mars_optax._src.leaf import newton_schulz
 from tests.support import numpy_reference, trees
 
@@ -120,7 +119,7 @@ def _primitives(fn: Callable[..., Any], *args: Any) -> list[str]:
 
 def _one_device() -> Any:
     """As a process with one device would see it: these tests have eight."""
-    return mock.patch.object(shards, "is_one_device", return_value=True)
+    return mock.patch.object(mesh, "is_one_device", return_value=True)
 
 
 class TogetherTest(parameterized.TestCase):
@@ -129,7 +128,7 @@ class TogetherTest(parameterized.TestCase):
         names = list(_LEAVES)
         leaves = [_leaf(name) for name in names]
         fn = _together(names, **_FLOAT32)
-        with mock.patch.object(shards, "is_one_device", return_value=is_one):
+        with mock.patch.object(mesh, "is_one_device", return_value=is_one):
             results = jax.jit(fn)(leaves)
         for name, x, y in zip(names, leaves, results, strict=True):
             chex.assert_trees_all_equal_shapes_and_dtypes(y, x)
@@ -202,8 +201,8 @@ class SharingTest(parameterized.TestCase):
         names = ["wide", "turned", "tall", "stack", "stack"]
         leaves = [_leaf(name) for name in names]
         with (
-            mock.patch.object(shards, "is_one_device", return_value=False),
-            mock.patch.object(shards, "has_partitioner", return_value=is_known),
+            mock.patch.object(mesh, "is_one_device", return_value=False),
+            mock.patch.object(mesh, "has_partitioner", return_value=is_known),
         ):
             primitives = _primitives(_together(names, steps=1), leaves)
         self.assertEqual(primitives.count("dot_general"), stacks * 3)
@@ -335,7 +334,7 @@ class TransformationsTest(parameterized.TestCase):
     @parameterized.named_parameters(("of_one_device", True), ("of_several_devices", False))
     def test_derivatives_in_both_modes_are_those_of_differences(self, is_one: bool):
         names = ["wide", "tall"]
-        with trees.float64(), mock.patch.object(shards, "is_one_device", return_value=is_one):
+        with trees.float64(), mock.patch.object(mesh, "is_one_device", return_value=is_one):
             fn = jax.jit(_together(names, steps=3, dtype="float64"))
             leaves = [jnp.asarray(np.asarray(_leaf(n)), jnp.float64) for n in names]
             test_util.check_grads(fn, (leaves,), order=1, modes=("fwd", "rev"))
@@ -357,7 +356,7 @@ class TransformationsTest(parameterized.TestCase):
             return tx.update(grads, tx.init(grads))[0]
 
         gammas = jnp.array([0.0, 0.05])
-        with mock.patch.object(shards, "is_one_device", return_value=is_one):
+        with mock.patch.object(mesh, "is_one_device", return_value=is_one):
             together = jax.jit(jax.vmap(update))(members, coeffs, gammas)
             one = jax.jit(update)
             for i in range(2):

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
-from mars_optax._src import orthogonalize, partition, spread
+from mars_optax._src import orthogonalize, partition, reshard
 from tests.support import collectives, meshes
 
 _BOTH = ("x", "y")
@@ -114,7 +114,7 @@ def _expected(steps: int) -> Any:
 @functools.cache
 def _compiled(kind: str, layout: str, steps: int) -> Any:
     mesh = _mesh(kind)
-    with _context(kind, mesh), mock.patch.object(spread, "SHORTEST_TO_DIVIDE", _SHORTEST):
+    with _context(kind, mesh), mock.patch.object(reshard, "SHORTEST_TO_DIVIDE", _SHORTEST):
         return jax.jit(_function(steps)).lower(_placed(_host(), mesh, _LAYOUTS[layout])).compile()
 
 
@@ -235,7 +235,7 @@ class WhatMovesTest(parameterized.TestCase):
         mesh = _mesh(kind)
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         fn = _function() if fn is None else fn
-        with _context(kind, mesh), mock.patch.object(spread, "SHORTEST_TO_DIVIDE", shortest):
+        with _context(kind, mesh), mock.patch.object(reshard, "SHORTEST_TO_DIVIDE", shortest):
             placed = {"x": jax.device_put(x, NamedSharding(mesh, spec))}
             compiled = jax.jit(fn).lower(placed).compile()
             y = compiled(placed)["x"]
@@ -259,7 +259,7 @@ class WhatMovesTest(parameterized.TestCase):
         self.assertEqual([(c.kind, c.elements) for c in large], [("all-gather", 8 * _MATRIX)])
 
     def test_the_threshold_is_that_of_the_module(self):
-        side = spread.SHORTEST_TO_DIVIDE
+        side = reshard.SHORTEST_TO_DIVIDE
         for shape, kinds in (
             ((8, side - 8, side), {"all-gather"}),
             ((8, side, side), {"all-to-all"}),
@@ -282,7 +282,7 @@ class WhatMovesTest(parameterized.TestCase):
 class TransformationsTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        patch = mock.patch.object(spread, "SHORTEST_TO_DIVIDE", _SHORTEST)
+        patch = mock.patch.object(reshard, "SHORTEST_TO_DIVIDE", _SHORTEST)
         patch.start()
         self.addCleanup(patch.stop)
 

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
-from mars_optax._src.kernels import shards
+from mars_optax._src import mesh
 from tests.support import interpreter, meshes
 
 ROOT = pathlib.Path(mars_optax.__file__).parent
@@ -202,7 +202,7 @@ def _kernels_on_tpus() -> Any:
     with contextlib.ExitStack() as stack:
         stack.enter_context(interpreter.always())
         for name in ("has_partitioner", "is_one_device"):
-            stack.enter_context(mock.patch.object(shards, name, return_value=False))
+            stack.enter_context(mock.patch.object(mesh, name, return_value=False))
         return _update(_scale(implementation="pallas"))
 
 

@@ -26,8 +26,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
-from mars_optax._src import spread
-from mars_optax._src.kernels import shards
+from mars_optax._src import mesh, reshard
 from tests import registry
 from tests.hardening import interrupted
 from tests.support import interpreter, meshes, processes, trees
@@ -110,7 +109,7 @@ class ContainmentTest(parameterized.TestCase):
 
     @parameterized.parameters("mars_m", "mars_shampoo")
     def test_matrices_of_several_leaves_in_one_stack(self, name: str):
-        with mock.patch.object(shards, "is_one_device", return_value=True):
+        with mock.patch.object(mesh, "is_one_device", return_value=True):
             self._check(_two_steps(_make(name)))
 
     def _check_on_a_mesh(self, name: str, axis_type: AxisType) -> None:
@@ -124,7 +123,7 @@ class ContainmentTest(parameterized.TestCase):
             }
 
         # So that matrices of this size travel.
-        with jax.set_mesh(mesh), mock.patch.object(spread, "SHORTEST_TO_DIVIDE", 4):
+        with jax.set_mesh(mesh), mock.patch.object(reshard, "SHORTEST_TO_DIVIDE", 4):
             self._check(_two_steps(_make(name)), place)
 
     @parameterized.parameters(("mars_m", AxisType.Explicit), ("mars_shampoo", AxisType.Auto))

@@ -15,7 +15,7 @@ import pytest
 from absl.testing import absltest
 
 import mars_optax
-from mars_optax._src.kernels import execute
+from mars_optax._src import execute
 from tests.hardening import strategies
 from tests.support import interpreter, trees
 

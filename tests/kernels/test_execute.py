@@ -14,7 +14,8 @@ from absl.testing import absltest, parameterized
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mars_optax._src.kernels import execute, mosaic_tpu, rewrite, tiling
+from mars_optax._src import execute
+from mars_optax._src.kernels import calls, mosaic_tpu, rewrite, tiling
 from mars_optax._src.leaf.momentum import momentum_step
 from mars_optax._src.variants.adamw import adamw_step
 from tests.support import interpreter, meshes, trees
@@ -401,7 +402,7 @@ class EndsTest(parameterized.TestCase):
 
     def test_by_default_such_leaves_are_left_to_xla(self):
         leaves = [_leaf((n,)) for n in (768, 1600, 8320) for _ in range(tiling.GROUP)]
-        chosen = execute._small_and_many(leaves)
+        chosen = calls.small_and_many(dict(enumerate(leaves)))
         self.assertEqual(chosen, list(range(tiling.GROUP)))
 
 

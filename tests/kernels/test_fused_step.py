@@ -11,7 +11,8 @@ import pytest
 from absl.testing import absltest, parameterized
 
 import mars_optax
-from mars_optax._src.kernels import execute, shards, tiling
+from mars_optax._src import execute, mesh
+from mars_optax._src.kernels import tiling
 from tests import registry
 from tests.support import interpreter, trees
 
@@ -128,7 +129,7 @@ class FusedStepTest(parameterized.TestCase):
     @interpreter.elsewhere()
     @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="kernels need JAX 0.10")
     def test_on_one_device_kernels_take_the_norms_too(self, name: str):
-        self.enter_context(mock.patch.object(shards, "is_one_device", return_value=True))
+        self.enter_context(mock.patch.object(mesh, "is_one_device", return_value=True))
         tx = make(name, implementation="xla", gamma=0.4)
         expected = _train(tx, lambda *args: _by_two_calls(tx, *args))
         tx = make(name, implementation="pallas", gamma=0.4)

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mars_optax
-from mars_optax._src.kernels import execute, norms, shards, tiling
+from mars_optax._src import execute, mesh
+from mars_optax._src.kernels import calls, tiling
 from tests.support import interpreter, trees
 
 _K = 0.475
@@ -28,26 +29,28 @@ def _corrected(operands: Any, scalars: Any, dtype: Any) -> jax.Array:
 
 def _leaf(
     shape: tuple[int, ...], axes: Any = None, dtypes: Any = ("float32",) * 2, seed: int = 0
-) -> norms.Leaf:
+) -> execute.NormLeaf:
     rng = np.random.default_rng([seed, *shape])
     operands = tuple(jnp.asarray(rng.standard_normal(shape), dtype) for dtype in dtypes)
-    return norms.Leaf(operands, tuple(range(len(shape))) if axes is None else axes, jnp.float32)
+    return execute.NormLeaf(
+        operands, tuple(range(len(shape))) if axes is None else axes, jnp.float32
+    )
 
 
-def _run(leaves: list[norms.Leaf], implementation: Any, fn: Any = _corrected) -> Any:
+def _run(leaves: list[execute.NormLeaf], implementation: Any, fn: Any = _corrected) -> Any:
     def on(data: Any, k: Any) -> list[jax.Array]:
         mine = [dataclasses.replace(x, operands=y) for x, y in zip(leaves, data, strict=True)]
-        return norms.squares(fn, mine, [k], implementation)
+        return execute.squares(fn, mine, [k], implementation)
 
     return jax.jit(on)([x.operands for x in leaves], jnp.float32(_K))
 
 
-def _oracle(leaf: norms.Leaf) -> np.ndarray:
+def _oracle(leaf: execute.NormLeaf) -> np.ndarray:
     grad, prev = (np.asarray(x, np.float64) for x in leaf.operands)
     return np.sum((grad + _K * (grad - prev)) ** 2, axis=leaf.axes, keepdims=True)
 
 
-def _calls(leaves: list[norms.Leaf], implementation: Any) -> int:
+def _calls(leaves: list[execute.NormLeaf], implementation: Any) -> int:
     return str(jax.make_jaxpr(lambda: _run(leaves, implementation))()).count("name=mars_norms")
 
 
@@ -56,16 +59,20 @@ class NormsTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         # As on one device, with the interpreter where that is no Hopper GPU.
-        self.enter_context(mock.patch.object(shards, "is_one_device", return_value=True))
+        self.enter_context(mock.patch.object(mesh, "is_one_device", return_value=True))
         self.enter_context(interpreter.elsewhere())
 
-    def check(self, leaves: list[norms.Leaf], calls: int, rtol: float = 1e-6):
-        self.assertEqual(_calls(leaves, "pallas"), calls)
+    def check(self, leaves: list[execute.NormLeaf], count: int, rtol: float = 1e-6):
+        self.assertEqual(_calls(leaves, "pallas"), count)
         expected = [_oracle(leaf) for leaf in leaves]
-        is_all = all(norms._tiling(leaf) for leaf in leaves)
+        is_all = all(calls.tiling_of_norms(leaf) for leaf in leaves)
         # What kernels do is not done by XLA; a GPU's program has both.
-        by_xla = mock.Mock(side_effect=AssertionError) if is_all and not _IS_GPU else norms._by_xla
-        with mock.patch.object(norms, "_by_xla", by_xla):
+        by_xla = (
+            mock.Mock(side_effect=AssertionError)
+            if is_all and not _IS_GPU
+            else execute._squares_by_xla
+        )
+        with mock.patch.object(execute, "_squares_by_xla", by_xla):
             actual = _run(leaves, "pallas")
         self.assertEqual([x.dtype for x in actual], [jnp.float32] * len(leaves))
         self.assertEqual([x.shape for x in actual], [x.shape for x in expected])
@@ -136,7 +143,7 @@ class NormsTest(parameterized.TestCase):
         def by(implementation: Any) -> Any:
             def norm(grad: jax.Array, k: Any) -> jax.Array:
                 mine = dataclasses.replace(leaf, operands=(grad, leaf.operands[1]))
-                (result,) = norms.squares(_corrected, [mine], [k], implementation)
+                (result,) = execute.squares(_corrected, [mine], [k], implementation)
                 return jnp.sum(result)
 
             grad, k = leaf.operands[0], jnp.float32(_K)
@@ -166,12 +173,12 @@ class NormsTest(parameterized.TestCase):
         self.assertEqual(_calls(leaves, "xla"), 0)
 
     def test_programs_have_as_many_blocks_each_where_they_can(self):
-        self.assertEqual(norms._programs(1152, 128), 128)
-        self.assertEqual(norms._programs(864, 128), 108)
-        self.assertEqual(norms._programs(3, 1024), 3)
+        self.assertEqual(calls.programs_per_row(1152, 128), 128)
+        self.assertEqual(calls.programs_per_row(864, 128), 108)
+        self.assertEqual(calls.programs_per_row(3, 1024), 3)
         # A prime has no such number.
-        self.assertEqual(norms._programs(1031, 1024), 1024)
-        self.assertEqual(norms._programs(5, 0), 1)
+        self.assertEqual(calls.programs_per_row(1031, 1024), 1024)
+        self.assertEqual(calls.programs_per_row(5, 0), 1)
 
     def test_programs_of_a_call_are_divided_among_its_leaves(self):
         # Before JAX 0.10 it cannot be imported.
@@ -190,12 +197,12 @@ class NormsTest(parameterized.TestCase):
     @parameterized.parameters(None, "pallas")
     def test_meshes_with_types_are_left_to_xla(self, implementation: Any):
         leaf = _leaf((1024, 256))
-        pays = mock.patch.object(shards, "is_one_device", return_value=True)
+        pays = mock.patch.object(mesh, "is_one_device", return_value=True)
         device = mock.Mock(compute_capability="9.0")
         for kind in (AxisType.Explicit, AxisType.Auto):
-            mesh = jax.make_mesh((1,), ("x",), axis_types=(kind,), devices=jax.devices()[:1])
+            devices = jax.make_mesh((1,), ("x",), axis_types=(kind,), devices=jax.devices()[:1])
             for spec in (P(), P("x"), P(None, "x")):
-                put = jax.device_put(leaf.operands, NamedSharding(mesh, spec))
+                put = jax.device_put(leaf.operands, NamedSharding(devices, spec))
                 placed = dataclasses.replace(leaf, operands=put)
                 with pays:
                     (actual,) = _run([placed], implementation)
@@ -209,10 +216,10 @@ class NormsTest(parameterized.TestCase):
 
     def test_a_shard_map_on_one_device_is_left_to_xla(self):
         leaf = _leaf((1024, 256))
-        mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+        devices = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
         mapped = jax.shard_map(
             lambda data: _run(_with([leaf], [data]), "pallas")[0],
-            mesh=mesh,
+            mesh=devices,
             in_specs=P(),
             out_specs=P(),
         )
@@ -226,7 +233,7 @@ class NormsTest(parameterized.TestCase):
     def test_what_pays_is_asked_with_all_operands(self):
         leaves = [_leaf((8, 128)), _leaf((4, 128))]
         with mock.patch.object(execute, "kernels_pay", return_value=False) as pays:
-            norms.squares(_corrected, leaves, [_K], None)
+            execute.squares(_corrected, leaves, [_K], None)
         (seen,), _ = pays.call_args
         self.assertEqual(list(map(id, seen)), [id(x) for y in leaves for x in y.operands])
 
@@ -238,11 +245,11 @@ class NormsTest(parameterized.TestCase):
             ((65535, 128), (1,), True),
             ((65536, 128), (1,), False),
         ):
-            leaf = norms.Leaf((struct(shape, jnp.float32),) * 2, axes, jnp.float32)
-            self.assertEqual(norms._tiling(leaf) is not None, fits, shape)
+            leaf = execute.NormLeaf((struct(shape, jnp.float32),) * 2, axes, jnp.float32)
+            self.assertEqual(calls.tiling_of_norms(leaf) is not None, fits, shape)
 
     def test_on_several_devices_it_is_left_to_xla(self):
-        with mock.patch.object(shards, "is_one_device", return_value=False):
+        with mock.patch.object(mesh, "is_one_device", return_value=False):
             self.assertEqual(_calls([_leaf((8, 128))], "pallas"), 0)
 
     def test_a_program_for_a_gpu_has_a_kernel_for_each_kind(self):
@@ -270,8 +277,8 @@ class NormsTest(parameterized.TestCase):
 class StepTest(absltest.TestCase):
     """What a step takes norms of."""
 
-    def _leaf_of(self, tx: Any, grads: Any, params: Any) -> norms.Leaf:
-        with mock.patch.object(norms, "squares", wraps=norms.squares) as squares:
+    def _leaf_of(self, tx: Any, grads: Any, params: Any) -> execute.NormLeaf:
+        with mock.patch.object(execute, "squares", wraps=execute.squares) as squares:
             tx.update(grads, tx.init(params), params)
         (leaf,) = squares.call_args.args[1]
         return leaf
@@ -292,7 +299,7 @@ class StepTest(absltest.TestCase):
         self.assertEqual((leaf.axes, leaf.rows), ((1, 2), 5))
 
 
-def _with(leaves: list[norms.Leaf], data: Any) -> list[norms.Leaf]:
+def _with(leaves: list[execute.NormLeaf], data: Any) -> list[execute.NormLeaf]:
     return [dataclasses.replace(x, operands=y) for x, y in zip(leaves, data, strict=True)]
 
 

@@ -633,7 +633,7 @@ _STATE: Final = (
     ),
     Mutant(
         "sums_over_devices",
-        "manual.py",
+        "in_shard_map.py",
         "total = jax.lax.psum(flat, axes)",
         "total = jax.lax.pmax(flat, axes)",
         "inside a shard_map a norm is that of the largest part",
@@ -643,9 +643,9 @@ _STATE: Final = (
     ),
     Mutant(
         "part_of_first_device",
-        "manual.py",
-        "start = jax.lax.axis_index(axes) * size",
-        "start = 0 * jax.lax.axis_index(axes) * size",
+        "mesh.py",
+        "start = jax.lax.axis_index(tuple(axes)) * size",
+        "start = 0 * jax.lax.axis_index(tuple(axes)) * size",
         "inside a shard_map every device takes the first part of a direction",
         ("tests/contract/test_shard_map.py::ShardMapTest",),
     ),
@@ -834,7 +834,7 @@ _ASSEMBLY: Final = (
     ),
     Mutant(
         "tail_not_written",
-        "kernels/execute.py",
+        "kernels/calls.py",
         "mine[operand] = jax.lax.dynamic_update_slice(mine[operand], end[output], (start,))",
         "pass",
         "what fills no block keeps its old value",
@@ -842,7 +842,7 @@ _ASSEMBLY: Final = (
     ),
     Mutant(
         "tail_of_new_array_not_written",
-        "kernels/execute.py",
+        "kernels/calls.py",
         "if tiles.rest and k not in mine[0].aliases",
         "if False",
         "what fills no block is undefined in outputs of their own",
@@ -850,7 +850,7 @@ _ASSEMBLY: Final = (
     ),
     Mutant(
         "factors_share_a_call",
-        "kernels/execute.py",
+        "kernels/calls.py",
         "(x.size, x.rows, x.dtypes, x.factor is None, fits)",
         "(x.size, x.rows, x.dtypes, fits)",
         "leaves with and without a factor share a call",
@@ -858,15 +858,15 @@ _ASSEMBLY: Final = (
     ),
     Mutant(
         "small_leaves_with_a_rest",
-        "kernels/execute.py",
-        "        and tiling.fills(leaf.size)\n",
+        "kernels/calls.py",
+        " and tiling.fills(leaf.size)",
         "",
         "by default kernels are taken that leave a rest",
         (EXECUTE + "::EndsTest::test_by_default_such_leaves_are_left_to_xla",),
     ),
     Mutant(
         "factor_of_other_row",
-        "kernels/execute.py",
+        "execute.py",
         "return self.factor.size if math.prod(shape[:leading]) == self.factor.size else None",
         "return self.factor.size",
         "matrices that are not contiguous get each other's factors",
@@ -883,8 +883,8 @@ _ASSEMBLY: Final = (
     Mutant(
         "rest_of_every_row",
         "kernels/tiling.py",
-        "rows == 1 and not is_whole and (64 * rest <= length or block == WARPGROUP)",
-        "not is_whole and (64 * rest <= length or block == WARPGROUP)",
+        "length, may_rest = size // rows, rows == 1 and not is_whole",
+        "length, may_rest = size // rows, not is_whole",
         "rows of a leaf may end within a block",
         (EXECUTE + "::TilingTest",),
     ),
@@ -898,7 +898,7 @@ _ASSEMBLY: Final = (
     ),
     Mutant(
         "kernels_of_one_call",
-        "kernels/execute.py",
+        "execute.py",
         "return is_known and is_one_gpu and is_traced and can_run()",
         "return is_known and is_one_gpu and can_run()",
         "outside of a compiled program each call compiles its kernels",
@@ -930,7 +930,7 @@ _ASSEMBLY: Final = (
     ),
     Mutant(
         "norms_of_other_leaves",
-        "kernels/norms.py",
+        "kernels/calls.py",
         "for i, total in zip(indices, totals, strict=True):",
         "for i, total in zip(indices[::-1], totals, strict=True):",
         "leaves that share a call get each other's norms",
@@ -938,7 +938,7 @@ _ASSEMBLY: Final = (
     ),
     Mutant(
         "norms_of_whole_leaves",
-        "kernels/norms.py",
+        "execute.py",
         "return math.prod(self.shape[:leading]) if is_last else None",
         "return math.prod(self.shape[:leading])",
         "matrices that are not contiguous are summed as rows",
@@ -946,15 +946,15 @@ _ASSEMBLY: Final = (
     ),
     Mutant(
         "norms_of_shards",
-        "kernels/norms.py",
-        'if implementation == "pallas" and execute.can_run() and shards.is_plain(operands):',
-        'if implementation == "pallas" and execute.can_run():',
+        "execute.py",
+        'if implementation == "pallas" and can_run() and mesh.is_plain(operands):',
+        'if implementation == "pallas" and can_run():',
         "kernels take norms of leaves that may be sharded",
         (NORMS + "::test_on_several_devices_it_is_left_to_xla",),
     ),
     Mutant(
         "norms_of_stacks",
-        "kernels/norms.py",
+        "kernels/calls.py",
         "is_fast = tiles is not None and tiles.rows == 1 and tiles.block == tiling.BLOCKS[0]",
         "is_fast = tiles is not None and tiles.block == tiling.BLOCKS[0]",
         "by default kernels are taken for the norms of stacked matrices",
@@ -962,7 +962,7 @@ _ASSEMBLY: Final = (
     ),
     Mutant(
         "norms_derivative",
-        "kernels/transforms.py",
+        "mesh.py",
         "return jax.jvp(xla, primals, tangents)",
         "return xla(*primals), xla(*primals)",
         "kernels have another derivative than the same function by XLA",
@@ -1184,12 +1184,12 @@ _VARIANTS: Final = (
     ),
     Mutant(
         "padding_kept",
-        "spread.py",
+        "reshard.py",
         "    for place in reversed(path[:-1]):\n"
-        "        result = _reshard(result, _spec(place))\n"
+        "        result = mesh.reshard(result, _spec(place))\n"
         "    return result[: stack.shape[0]] if missing else result",
         "    for place in reversed(path[:-1]):\n"
-        "        result = _reshard(result, _spec(place))\n"
+        "        result = mesh.reshard(result, _spec(place))\n"
         "    return result[missing :] if missing else result",
         "the padding of a stack is taken for its first matrices",
         ("tests/contract/test_stacks_on_meshes.py",),

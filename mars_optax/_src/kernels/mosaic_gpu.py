@@ -1,6 +1,7 @@
 """Elementwise functions, and sums of their squares, as Mosaic GPU kernels for Hopper.
 
-Leaves of one size share a call.
+Flat leaves of one size share a call: `leaves` has the operands of each, shape=(size,). `scalars`
+are float32, `tiles` says how each leaf is cut, `interpret` runs on any machine.
 """
 
 import functools
@@ -14,15 +15,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mars_optax._src.kernels import rewrite, tiling
 
-# (operands, factor, scalars) -> outputs, all elementwise; the factor is a scalar or None.
-Elementwise = Callable[..., tuple[Any, ...]]
-
 _AXES = ("leaf", "row", "block")
-_HEADER = 1  # the scalars come before the leaves
+_struct: Any = jax.ShapeDtypeStruct  # untyped in JAX
 
 
 def call(
-    fn: Elementwise,
+    fn: Callable[..., tuple[Any, ...]],
     leaves: Sequence[tuple[Sequence[jax.Array], jax.Array | None]],
     scalars: jax.Array,
     out_dtypes: Sequence[Any],
@@ -31,37 +29,25 @@ def call(
     *,
     interpret: bool = False,
 ) -> list[tuple[jax.Array, ...]]:
-    """Runs `fn` on every block of some leaves.
+    """Runs `fn` of (operands, factor, scalars) on every block; leaves have factors, shape=(rows,).
 
-    Args:
-      fn: The function of one block.
-      leaves: For each leaf its operands, shape=(size,), and its factors, shape=(rows,), or None.
-      scalars: shape=(number of scalars,), dtype=float32.
-      out_dtypes: That of each output.
-      aliases: From an output to the operand that it is written over, which has its dtype.
-      tiles: How each leaf is cut; its rest keeps what the overwritten operand has there, and is
-        undefined where none is.
-      interpret: Whether to run in Pallas's interpreter, on any machine.
-
-    Returns:
-      The outputs of each leaf, shape=(size,).
+    An output may be written over the operand of its dtype that `aliases` names, and keeps the rest
+    of that. The rest of any other output is undefined.
     """
-    size = leaves[0][0][0].size
     n_operands, n_outputs = len(leaves[0][0]), len(out_dtypes)
     has_factor = leaves[0][1] is not None
     stride = n_operands + has_factor
     if not interpret:
         fn = rewrite.rewritten(fn, rewrite.GPU)
 
-    def body(where: Callable[[int], Any], *refs: Any) -> None:
-        scalars_ref, refs = refs[0], refs[_HEADER:]
+    def body(where: Callable[[int], Any], scalars_ref: Any, *refs: Any) -> None:
         out_refs = refs[stride * len(leaves) :]
         row, block = where(1), where(2)
         at = pl.ds((row * tiles.blocks + block) * tiles.block, tiles.block)
 
         def on_leaf(i: int) -> None:
             mine = refs[i * stride : (i + 1) * stride]
-            values = tuple(_load(ref, at, tiles.block, interpret) for ref in mine[:n_operands])
+            values = tuple(_laid_out(ref[at], tiles.block, interpret) for ref in mine[:n_operands])
             factor = mine[n_operands][row] if has_factor else None
             outputs = fn(values, factor, tuple(scalars_ref[k] for k in range(scalars.size)))
             for k, (value, dtype) in enumerate(zip(outputs, out_dtypes, strict=True)):
@@ -69,20 +55,16 @@ def call(
 
         _for_leaf(where(0), len(leaves), on_leaf)
 
-    operands = [scalars]
-    for arrays, factors in leaves:
-        operands += [*arrays, factors] if factors is not None else arrays
+    # The scalars come before the leaves.
+    operands = [scalars, *(x for leaf in leaves for x in jax.tree.leaves(leaf))]
     targets = {
-        i * n_outputs + out: _HEADER + i * stride + operand
+        i * n_outputs + out: 1 + i * stride + operand
         for i in range(len(leaves))
         for out, operand in aliases.items()
     }
-    struct: Any = jax.ShapeDtypeStruct
-    shapes = [struct((size,), dtype) for _ in leaves for dtype in out_dtypes]
-    launch = _launch_interpreted if interpret else _launch
-    results = launch(
-        body, (len(leaves), tiles.rows, tiles.blocks), operands, shapes, targets, "mars_step"
-    )
+    shapes = [_struct(leaves[0][0][0].shape, dtype) for _ in leaves for dtype in out_dtypes]
+    grid = (len(leaves), tiles.rows, tiles.blocks)
+    results = _launch(body, grid, operands, shapes, targets, "mars_step", interpret)
     return [tuple(results[i * n_outputs : (i + 1) * n_outputs]) for i in range(len(leaves))]
 
 
@@ -95,34 +77,25 @@ def partial_squares(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Sums the squares of `fn`, each program those of every `per_row`-th block of a row.
+    """Sums the squares of `fn` of (operands, scalars), in float32; `tiles` have no rest.
 
-    Args:
-      fn: The function of one block, of operands and scalars; float32.
-      leaves: For each leaf its operands, shape=(size,).
-      scalars: shape=(number of scalars,), dtype=float32.
-      tiles: How each leaf is cut, without a rest.
-      per_row: Programs of a row.
-      interpret: Whether to run in Pallas's interpreter, on any machine.
-
-    Returns:
-      The sums, shape=(number of leaves, rows, per_row), dtype=float32.
+    Each of the `per_row` programs of a row sums those of every `per_row`-th block. The sums have
+    shape=(number of leaves, rows, per_row).
     """
     n_operands, n_sums = len(leaves[0]), tiles.rows * per_row
     if not interpret:
         fn = rewrite.rewritten(fn, rewrite.GPU)
 
-    def body(where: Callable[[int], Any], *refs: Any) -> None:
-        scalars_ref, *operand_refs, out_ref = refs
+    def body(where: Callable[[int], Any], scalars_ref: Any, *refs: Any) -> None:
         row, first = where(1), where(2)
 
         def on_leaf(i: int) -> None:
-            mine = operand_refs[i * n_operands : (i + 1) * n_operands]
+            mine = refs[i * n_operands : (i + 1) * n_operands]
 
             def add(k: Any, total: jax.Array) -> jax.Array:
                 block = row * tiles.blocks + first + k * per_row
                 at = pl.ds(block * tiles.block, tiles.block)
-                values = tuple(_load(ref, at, tiles.block, interpret) for ref in mine)
+                values = tuple(_laid_out(ref[at], tiles.block, interpret) for ref in mine)
                 value = fn(values, tuple(scalars_ref[k] for k in range(scalars.size)))
                 return total + value * value
 
@@ -131,17 +104,15 @@ def partial_squares(
             if tiles.blocks % per_row:
                 rounds = (tiles.blocks - first + per_row - 1) // per_row
             total = jax.lax.fori_loop(0, rounds, add, zero)
-            out_ref[i * n_sums + row * per_row + first] = jnp.sum(total)
+            refs[-1][i * n_sums + row * per_row + first] = jnp.sum(total)
 
         _for_leaf(where(0), len(leaves), on_leaf)
 
     operands = [scalars, *(x for arrays in leaves for x in arrays)]
-    struct: Any = jax.ShapeDtypeStruct
-    shapes = [struct((len(leaves) * n_sums,), jnp.float32)]
+    shapes = [_struct((len(leaves) * n_sums,), jnp.float32)]
     grid = (len(leaves), tiles.rows, per_row)
-    launch = _launch_interpreted if interpret else _launch
-    (sums,) = launch(body, grid, operands, shapes, {}, "mars_norms")
-    return sums.reshape(len(leaves), tiles.rows, per_row)
+    (sums,) = _launch(body, grid, operands, shapes, {}, "mars_norms", interpret)
+    return sums.reshape(grid)
 
 
 def _for_leaf(leaf: Any, n_leaves: int, on_leaf: Callable[[int], None]) -> None:
@@ -154,14 +125,10 @@ def _for_leaf(leaf: Any, n_leaves: int, on_leaf: Callable[[int], None]) -> None:
         pl.when(leaf == i)(functools.partial(on_leaf, i))
 
 
-def _load(ref: Any, at: Any, block: int, interpret: bool) -> jax.Array:
-    return _laid_out(ref[at], block, interpret)
-
-
 def _laid_out(value: jax.Array, block: int, interpret: bool) -> jax.Array:
+    """Every operand of a thread's at the same places, whatever the widths of their dtypes."""
     if interpret:
         return value
-    # Every operand of a thread's at the same places, whatever the widths of their dtypes.
     layout = plgpu.Layout.WG_STRIDED((block,), vec_size=min(2, block // tiling.WARPGROUP))
     result: jax.Array = plgpu.layout_cast(value, layout)
     return result
@@ -174,16 +141,30 @@ def _launch(
     shapes: Any,
     targets: Mapping[int, int],
     name: str,
+    interpret: bool,
 ) -> list[jax.Array]:
-    """Runs `body` on a GPU; an aliased output is the reference of its operand."""
+    """Runs `body` on a GPU, where an aliased output is the reference of its operand."""
+    if interpret:
+        # Pallas's interpreter has no meshes.
+        anywhere = pl.BlockSpec(memory_space=pl.ANY)
+        outputs = pl.pallas_call(
+            lambda *refs: body(pl.program_id, *refs),
+            out_shape=tuple(shapes),
+            grid=grid,
+            in_specs=[anywhere] * len(operands),
+            out_specs=(anywhere,) * len(shapes),
+            input_output_aliases={operand: out for out, operand in targets.items()},
+            interpret=True,
+            name=name,
+        )(*operands)
+        return list(outputs)
     fresh = [i for i in range(len(shapes)) if i not in targets]
 
     def kernel(*refs: Any) -> None:
-        inputs, outputs = refs[: len(operands)], refs[len(operands) :]
-        of = {out: inputs[operand] for out, operand in targets.items()}
-        of.update(zip(fresh, outputs, strict=True))
+        of = {out: refs[operand] for out, operand in targets.items()}
+        of.update(zip(fresh, refs[len(operands) :], strict=True))
         where = [jax.lax.axis_index(name) for name in _AXES]
-        body(where.__getitem__, *inputs, *(of[i] for i in range(len(shapes))))
+        body(where.__getitem__, *refs[: len(operands)], *(of[i] for i in range(len(shapes))))
 
     run = pl.kernel(
         kernel,
@@ -206,26 +187,3 @@ def _launch(
         for i, shape in enumerate(shapes)
     ]
     return list(pl.run_state(on_references)(initial))
-
-
-def _launch_interpreted(
-    body: Any,
-    grid: tuple[int, ...],
-    operands: Any,
-    shapes: Any,
-    targets: Mapping[int, int],
-    name: str,
-) -> list[jax.Array]:
-    """The same in Pallas's interpreter, which has no meshes."""
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    outputs = pl.pallas_call(
-        lambda *refs: body(pl.program_id, *refs),
-        out_shape=tuple(shapes),
-        grid=grid,
-        in_specs=[anywhere] * len(operands),
-        out_specs=(anywhere,) * len(shapes),
-        input_output_aliases={operand: out for out, operand in targets.items()},
-        interpret=True,
-        name=name,
-    )(*operands)
-    return list(outputs)

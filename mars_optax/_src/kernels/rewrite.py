@@ -1,5 +1,7 @@
 """Replaces operations that Mosaic does not have by ones that it has."""
 
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,28 +20,28 @@ def rewritten(fn: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
 
     def wrapped(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        outputs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), rules)
-        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+        return jax.tree.unflatten(
+            jax.tree.structure(shape), _evaluate(closed, jax.tree.leaves(args), rules)
+        )
 
     return wrapped
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rules: Rules) -> list[Any]:
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
+def _evaluate(closed: Any, args: Sequence[Any], rules: Rules) -> list[Any]:
+    jaxpr = closed.jaxpr
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, jax_core.Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in _CALLS:
-            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            outputs = _evaluate(inner.jaxpr, inner.consts, inputs, rules)
-        elif eqn.primitive.name in rules:
-            outputs = [rules[eqn.primitive.name](*inputs, **eqn.params)]
+        inputs, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
+        if name in _CALLS:
+            outputs = _evaluate(
+                eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), inputs, rules
+            )
         else:
-            outputs = eqn.primitive.bind(*inputs, **eqn.params)
+            outputs = rules.get(name, eqn.primitive.bind)(*inputs, **eqn.params)
             outputs = outputs if eqn.primitive.multiple_results else [outputs]
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
@@ -47,12 +49,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rules: Rul
 
 def integer_pow(x: jax.Array, *, y: int) -> jax.Array:
     """Powers from the first on as products."""
-    if y < 1:
-        return jax.lax.integer_pow(x, y)
-    result = x
-    for _ in range(y - 1):
-        result = result * x
-    return result
+    return jax.lax.integer_pow(x, y) if y < 1 else functools.reduce(operator.mul, [x] * y)
 
 
 def sqrt(x: jax.Array, **unused: Any) -> jax.Array:
@@ -68,9 +65,7 @@ def sign(x: jax.Array) -> jax.Array:
 
 
 # Mosaic GPU has squares among the powers, and roots since JAX 0.11.
-GPU: Final[Rules] = {
-    "integer_pow": integer_pow,
-    **({"sqrt": sqrt} if jax.__version_info__ < (0, 11) else {}),
-}
+_OLD: Final[Rules] = {"sqrt": sqrt} if jax.__version_info__ < (0, 11) else {}
+GPU: Final[Rules] = {"integer_pow": integer_pow, **_OLD}
 # Mosaic TPU lowers a sign only where there is a TPU, which a program can be made without.
 TPU: Final[Rules] = {"sign": sign}

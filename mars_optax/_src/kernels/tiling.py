@@ -1,8 +1,7 @@
 """How leaves are cut into blocks and gathered into calls: plain Python, the same on any machine."""
 
-import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 # Threads of a warpgroup, in which Mosaic GPU computes: a block is a multiple of it.
 WARPGROUP: Final = 128
@@ -18,21 +17,13 @@ _MOST_ROWS: Final = 65535
 GROUP: Final = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """A leaf as rows of blocks, and a rest.
-
-    Attributes:
-      rows: Rows, each with a factor of its own.
-      blocks: Blocks of a row.
-      block: Elements of a block.
-      rest: Elements at the end that fill no block; 0 where there are several rows.
-    """
+class Tiling(NamedTuple):
+    """A leaf as rows, each with a factor of its own, of blocks of some elements."""
 
     rows: int
-    blocks: int
-    block: int
-    rest: int
+    blocks: int  # of a row
+    block: int  # elements
+    rest: int  # elements at the end that fill no block; 0 where there are several rows
 
     @property
     def covered(self) -> int:
@@ -47,15 +38,11 @@ def tile(size: int, rows: int = 1, *, is_whole: bool = False) -> Tiling | None:
     """
     if size == 0:
         return Tiling(rows, 0, BLOCKS[0], 0)
-    if rows > _MOST_ROWS:
-        return None
-    length = size // rows
-    for block in BLOCKS:
+    length, may_rest = size // rows, rows == 1 and not is_whole
+    for block in BLOCKS if rows <= _MOST_ROWS else ():
         blocks, rest = divmod(length, block)
         # A rest of some percent is not worth smaller blocks.
-        if rest == 0 or (
-            rows == 1 and not is_whole and (64 * rest <= length or block == WARPGROUP)
-        ):
+        if rest == 0 or (may_rest and (64 * rest <= length or block == WARPGROUP)):
             return Tiling(rows, blocks, block, rest)
     return None
 
@@ -67,9 +54,9 @@ def fills(size: int) -> bool:
 
 
 def group(keys: Sequence[Hashable], lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of leaves gathered into calls of the same key, each of at most so many leaves.
+    """Indices of leaves gathered into calls of one key, each of at most so many leaves.
 
-    Calls of the same key and number of leaves are one program, compiled once.
+    Calls of one key and number of leaves are one program, compiled once.
     """
     members: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):

@@ -22,7 +22,7 @@ from benchmarks.steps import sharded_step
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _ENTRIES = {one.name: one for one in sharded_step.entries()}
-_THRESHOLD = "mars_optax._src.spread.SHORTEST_TO_DIVIDE"
+_THRESHOLD = "mars_optax._src.reshard.SHORTEST_TO_DIVIDE"
 
 
 class ShardingsTest(parameterized.TestCase):

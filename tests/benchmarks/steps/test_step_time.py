@@ -30,7 +30,7 @@ from benchmarks.steps import (
     train_step,
 )
 from benchmarks.training import models
-from mars_optax._src.kernels import execute
+from mars_optax._src import execute
 from tests.benchmarks import flags
 from tests.support import interpreter
 

@@ -2,7 +2,7 @@
 
 There a leaf is an array like any other, and nothing says which part of what it is. The extra
 argument `param_specs` of `update` does: the partition specs by which the parameters came in. On
-automatic axes outside, `spread.by_specs` takes it.
+automatic axes outside, `reshard.by_specs` takes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from mars_optax._src import checks, trees
+from mars_optax._src import checks, mesh, trees
 
 ARGUMENT = "param_specs"
 
@@ -28,19 +28,16 @@ def specs_of(extra_args: Mapping[str, Any], tree: Any) -> Any:
 def sharded(x: Any, spec: Any, dims: Sequence[int], path: tuple[Any, ...], what: str) -> list[Any]:
     """The mesh axes over which each of `dims` of a leaf is divided, inside a shard_map.
 
-    Args:
-      x: What the device has of the leaf.
-      spec: Its spec, or None if none was given.
-      dims: Axes of the leaf.
-      path: Where the leaf is, for errors.
-      what: What needs to know, for errors.
+    Of the leaf, `x` is what the device has, `spec` is its spec, or None if none was given; `path`
+    is where it is and `what` needs to know, for errors.
     """
-    manual = _manual_axes()
+    manual = mesh.manual_axes()
     if not manual:
         return [()] * len(dims)
     if spec is None:
-        varied = varying(x)
-        if not varied and _is_checked(manual[0]):
+        varied = mesh.varying(x)
+        # Where a shard_map keeps track of what varies, its own index does.
+        if not varied and mesh.varying(jax.lax.axis_index(manual[0])):
             # The same on every device.
             return [()] * len(dims)
         over = f"varies over the mesh axes {sorted(varied)}" if varied else "may be a part"
@@ -59,49 +56,38 @@ def sharded(x: Any, spec: Any, dims: Sequence[int], path: tuple[Any, ...], what:
             "the parameter."
         )
     parts = [*spec, *(None,) * (jnp.ndim(x) - len(spec))]
-    names = [p if isinstance(p, tuple) else () if p is None else (p,) for p in parts]
-    return [tuple(name for name in names[dim] if name in manual) for dim in dims]
+    return [tuple(name for name in mesh.names(parts[dim]) if name in manual) for dim in dims]
 
 
 def sums(values: Sequence[jax.Array], names: Sequence[tuple[str, ...]]) -> list[jax.Array]:
     """Each value summed over its mesh axes; those with the same axes in one reduction."""
     results = list(values)
-    for axes in dict.fromkeys(names):
+    for axes in filter(None, dict.fromkeys(names)):
         mine = [i for i, other in enumerate(names) if other == axes]
-        if axes:
-            flat = jnp.concatenate([values[i].reshape(-1) for i in mine])
-            total = jax.lax.psum(flat, axes)  # type: ignore[no-untyped-call]
-            start = 0
-            for i in mine:
-                piece = total[start : start + values[i].size].reshape(values[i].shape)
-                results[i] = piece.astype(values[i].dtype)
-                start += values[i].size
+        flat = jnp.concatenate([values[i].reshape(-1) for i in mine])
+        total = jax.lax.psum(flat, axes)  # type: ignore[no-untyped-call]
+        start = 0
+        for i in mine:
+            piece = total[start : start + values[i].size]
+            results[i] = piece.reshape(values[i].shape).astype(values[i].dtype)
+            start += values[i].size
     return results
 
 
-def gathered(x: jax.Array, dims: Sequence[int], names: Sequence[tuple[str, ...]]) -> jax.Array:
-    """The leaf with these of its axes whole."""
-    for dim, axes in zip(dims, names, strict=True):
-        if axes:
-            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
-    return x
-
-
-def part(
-    x: jax.Array, like: jax.Array, dims: Sequence[int], names: Sequence[tuple[str, ...]]
-) -> jax.Array:
-    """What this device has of a gathered leaf, in the shape of `like`: undoes `gathered`."""
-    for dim, axes in zip(dims, names, strict=True):
-        if axes:
-            size = like.shape[dim]
-            start = jax.lax.axis_index(axes) * size
-            x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=dim)
-    return x
+def sum_parts(values: Sequence[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:
+    """Sums over each matrix of a tree, each added over the devices that hold a part of it."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    rows = trees.rows((tree, specs, axes))
+    names = [
+        tuple(n for part in sharded(x, s, a.of_one_norm, path, "a norm") for n in part)
+        for path, (x, s, a) in zip(paths, rows, strict=True)
+    ]
+    return sums(values, names)
 
 
 def require_whole(tree: Any, specs: Any, what: str) -> None:
     """Raises inside a shard_map where a leaf is not whole, for what works on whole leaves only."""
-    if not _manual_axes():
+    if not mesh.manual_axes():
         return
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     for path, (x, spec) in zip(paths, trees.rows((tree, specs)), strict=True):
@@ -116,33 +102,3 @@ def require_whole(tree: Any, specs: Any, what: str) -> None:
 def _text(spec: Any) -> str:
     """A spec as it is written: JAX's versions print it in different ways."""
     return f"PartitionSpec{tuple(spec)!r}"
-
-
-def _manual_axes() -> list[str]:
-    mesh = jax.sharding.get_abstract_mesh()
-    pairs = zip(mesh.axis_names, mesh.axis_types or (), strict=False)
-    return [name for name, kind in pairs if kind == AxisType.Manual]
-
-
-def _is_checked(name: str) -> bool:
-    """Whether this shard_map keeps track of what varies: its own index does, if so."""
-    return bool(varying(jax.lax.axis_index(name)))
-
-
-def varying(x: Any) -> frozenset[str]:
-    """The mesh axes over which the type of an array says that it varies."""
-    kind: Any = jax.typeof(x)
-    if hasattr(kind, "vma"):  # before JAX 0.10
-        return frozenset(kind.vma)
-    return frozenset(kind.manual_axis_type.varying)
-
-
-def sum_parts(values: Sequence[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:
-    """Sums over each matrix of a tree, each added over the devices that hold a part of it."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    rows = trees.rows((tree, specs, axes))
-    names = [
-        tuple(n for part in sharded(x, s, a.of_one_norm, path, "a norm") for n in part)
-        for path, (x, s, a) in zip(paths, rows, strict=True)
-    ]
-    return sums(values, names)

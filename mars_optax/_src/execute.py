@@ -1,0 +1,244 @@
+"""Executes a function on many leaves, by XLA or by kernels: the one door to `kernels/`.
+
+Without that folder XLA does all, and asking for kernels is refused.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from mars_optax._src import mesh, types
+from mars_optax._src.leaf import clipping
+
+# (operands, factor, scalars) -> outputs, all elementwise; an absent factor is None.
+Elementwise = Callable[[tuple[Any, ...], Any, tuple[Any, ...]], tuple[Any, ...]]
+# (operands, scalars, dtype) -> the array whose norms are taken, elementwise and of that dtype.
+Normed = Callable[[tuple[Any, ...], tuple[Any, ...], Any], jax.Array]
+
+_INTERPRET: Final = "MARS_OPTAX_PALLAS_INTERPRET"
+# Those that kernels read and write.
+_DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """What a function reads of one leaf: arrays of one shape."""
+
+    operands: tuple[jax.Array, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of each operand."""
+        return self.operands[0].shape
+
+    @property
+    def size(self) -> int:
+        """Elements of each operand."""
+        return self.operands[0].size
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf(_Operands):
+    """What an elementwise function reads and writes of one leaf."""
+
+    # An array of the same rank that is broadcast to the shape, or None. XLA takes any tree.
+    factor: Any
+    out_dtypes: tuple[Any, ...]
+    # From an output to the operand whose buffer it may take, which has its dtype.
+    aliases: Mapping[int, int]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of all operands and outputs."""
+        dtypes = (*(x.dtype for x in self.operands), *self.out_dtypes)
+        return tuple(str(jnp.dtype(dtype)) for dtype in dtypes)
+
+    @property
+    def has_plain_factor(self) -> bool:
+        """Whether its factor is one that kernels know: one array, or none."""
+        return self.factor is None or isinstance(self.factor, jax.Array)
+
+    @property
+    def rows(self) -> int | None:
+        """The equal rows of the flat leaf, each with its factor; None if it has no such."""
+        if not self.has_plain_factor:
+            return None
+        if self.factor is None or self.factor.size == 1:
+            return 1
+        shape = self.factor.shape
+        leading = next((i for i, n in enumerate(shape) if n == 1), len(shape))
+        return self.factor.size if math.prod(shape[:leading]) == self.factor.size else None
+
+
+@dataclasses.dataclass(frozen=True)
+class NormLeaf(_Operands):
+    """What norms are taken of."""
+
+    # Those of a norm, not negative and in order.
+    axes: tuple[int, ...]
+    # That of the arithmetic, and of the sums.
+    dtype: Any
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of all operands, and of the arithmetic."""
+        return tuple(str(jnp.dtype(x)) for x in (*(x.dtype for x in self.operands), self.dtype))
+
+    @property
+    def rows(self) -> int | None:
+        """The equal rows of the flat leaf, each with its norm; None if it has no such."""
+        leading = len(self.shape) - len(self.axes)
+        is_last = self.axes == tuple(range(leading, len(self.shape)))
+        return math.prod(self.shape[:leading]) if is_last else None
+
+
+def elementwise(
+    fn: Elementwise,
+    leaves: Sequence[Leaf],
+    scalars: Sequence[jax.Array],
+    implementation: types.Implementation | None,
+) -> list[tuple[jax.Array, ...]]:
+    """The outputs of `fn` on each leaf; all have as many operands and outputs.
+
+    `scalars` are of shape () and one dtype. "pallas" takes kernels for all that fills a block, and
+    raises where they cannot run; "xla" takes none; None takes them where they were measured to be
+    faster.
+    """
+    chosen: Sequence[int] = ()
+    if implementation == "pallas":
+        _require_kernels(leaves)
+        chosen = _kernels().all_but_huge(leaves)
+    elif implementation is None and kernels_pay([x for y in leaves for x in y.operands]):
+        known = {i: x for i, x in enumerate(leaves) if x.factor is None and not _unknown(x)}
+        chosen = _kernels().small_and_many(known)
+    refusal = _message if implementation == "pallas" else None
+    by_kernels = chosen and functools.partial(_kernels().elementwise, refusal=refusal)
+    return _divided(fn, leaves, scalars, chosen, _by_xla, by_kernels)
+
+
+def squares(
+    fn: Normed,
+    leaves: Sequence[NormLeaf],
+    scalars: Sequence[Any],
+    implementation: types.Implementation | None,
+) -> list[jax.Array]:
+    """The squares of the norms of `fn` of each leaf, with the axes of a norm kept at length 1.
+
+    All leaves have as many operands; `scalars` are numbers or arrays of shape (). "pallas" takes
+    kernels on one Hopper GPU outside of meshes with types, for float32 arithmetic on leaves whose
+    blocks end with the norms; "xla" takes none; None takes them for large leaves, where they were
+    measured to be faster.
+    """
+    chosen: Sequence[int] = ()
+    operands = [x for leaf in leaves for x in leaf.operands]
+    known = {i: x for i, x in enumerate(leaves) if x.dtype == jnp.float32 and not _unknown(x)}
+    if implementation == "pallas" and can_run() and mesh.is_plain(operands):
+        chosen = _kernels().whole_blocks(known)
+    elif implementation is None and kernels_pay(operands):
+        chosen = _kernels().large(known)
+    return _divided(fn, leaves, scalars, chosen, _squares_by_xla, chosen and _kernels().squares)
+
+
+def kernels_pay(operands: Sequence[Any]) -> bool:
+    """Whether this process runs on the one device for which kernels were measured to be faster.
+
+    On several devices the leaves of a call would have to be sharded alike to be small and many.
+    Meshes with types, and the user's shard_map, do without also on one. Outside of a compiled
+    program each call would make its kernels anew.
+    """
+    # Pallas changes from version to version: by default it is used where it was run.
+    is_known = (0, 11) <= jax.__version_info__ < (0, 12)
+    is_one_gpu = jax.default_backend() == "gpu" and mesh.is_plain(operands)
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
+    return is_known and is_one_gpu and is_traced and can_run()
+
+
+def can_run() -> bool:
+    """Whether kernels can run in this process, as far as that is known before compilation."""
+    return _refusal() is None
+
+
+def is_interpreted() -> bool:
+    """Whether the environment asks for Pallas's interpreter."""
+    return os.environ.get(_INTERPRET, "0") not in ("", "0")
+
+
+def _kernels() -> Any:
+    """What launches kernels, imported where it is needed: the package works without it."""
+    from mars_optax._src.kernels import calls
+
+    return calls
+
+
+def _divided(
+    fn: Any, leaves: Any, scalars: Any, chosen: Sequence[int], by_xla: Any, by_kernels: Any
+) -> list[Any]:
+    """The results of all leaves: by kernels of the chosen ones, those on one mesh together."""
+    others = [i for i in range(len(leaves)) if i not in set(chosen)]
+    results = {i: by_xla(fn, leaves[i], scalars) for i in others}
+    groups: dict[Any, list[int]] = {}
+    for i in chosen:
+        groups.setdefault(mesh.explicit(leaves[i].operands[0]), []).append(i)
+    for group in groups.values():
+        mine = [leaves[i] for i in group]
+        outputs = by_kernels(fn, mine, scalars, by_xla, interpret=is_interpreted())
+        results.update(zip(group, outputs, strict=True))
+    return [results[i] for i in range(len(leaves))]
+
+
+def _by_xla(fn: Elementwise, leaf: Leaf, scalars: Sequence[Any]) -> tuple[jax.Array, ...]:
+    outputs = fn(leaf.operands, leaf.factor, tuple(scalars))
+    return tuple(x.astype(dtype) for x, dtype in zip(outputs, leaf.out_dtypes, strict=True))
+
+
+def _squares_by_xla(fn: Normed, leaf: NormLeaf, scalars: Sequence[Any]) -> jax.Array:
+    return clipping.squares(fn(leaf.operands, tuple(scalars), leaf.dtype), leaf.axes)
+
+
+def _unknown(leaf: Any) -> set[str]:
+    """The dtypes of a leaf that kernels do not have."""
+    return set(leaf.dtypes) - _DTYPES
+
+
+def _require_kernels(leaves: Sequence[Leaf]) -> None:
+    """Raises with the reason where kernels were asked for and cannot run."""
+    reason = _refusal()
+    for leaf in leaves:
+        if not leaf.has_plain_factor:
+            reason = reason or "a leaf has a gamma for each of its matrices, which no kernel knows"
+        if other := _unknown(leaf):
+            reason = reason or f"a leaf is kept or computed in {min(other)}, not in 16 or 32 bits"
+    if reason:
+        raise NotImplementedError(_message(reason))
+
+
+def _message(reason: str) -> str:
+    return (
+        f"`implementation`: expected what can run here, got 'pallas': {reason}. Pass 'xla', or "
+        f"None to take what there is; with {_INTERPRET}=1 in the environment kernels are "
+        "interpreted, slowly."
+    )
+
+
+def _refusal() -> str | None:
+    """Why no kernel can run in this process, as far as that is known before compilation."""
+    try:
+        _kernels()
+    except ImportError as error:
+        return f"this copy of the package has no kernels ({error})"
+    if is_interpreted():
+        return None
+    if jax.__version_info__ < (0, 10):
+        return f"it needs JAX 0.10 or newer, this is {jax.__version__}"
+    if jax.default_backend() == "gpu":
+        # Not every make of device has this attribute.
+        capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+        if capability != "9.0":
+            return f"it needs a Hopper GPU (compute capability 9.0), this one has {capability}"
+    return None

@@ -1,0 +1,288 @@
+"""Leaves gathered into calls of kernels: which ones fill blocks, and what shares a launch.
+
+The leaves are those of `execute.py`, which hands in how XLA computes one of them: `by_xla`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from mars_optax._src import mesh
+from mars_optax._src.kernels import shards, tiling
+
+_Outputs = tuple[jax.Array, ...]
+
+# Programs of a call, each with a sum of its own: about eight for each of a Hopper GPU's 132
+# multiprocessors. More only where there are more rows than that.
+_PROGRAMS: Final = 1024
+
+
+def all_but_huge(leaves: Sequence[Any]) -> list[int]:
+    """The leaves for which there is a kernel at all."""
+    return [i for i, leaf in enumerate(leaves) if 0 < leaf.size <= tiling.LARGEST]
+
+
+def small_and_many(leaves: Mapping[int, Any]) -> list[int]:
+    """The leaves that fill whole groups, so that one launch takes the place of many."""
+    keys = {
+        i: (leaf.size, leaf.dtypes)
+        for i, leaf in leaves.items()
+        if tiling.WARPGROUP <= leaf.size <= tiling.SMALL and tiling.fills(leaf.size)
+    }
+    order = list(keys)
+    groups = tiling.group(list(keys.values()), [tiling.GROUP] * len(keys))
+    return sorted(order[k] for group in groups if len(group) == tiling.GROUP for k in group)
+
+
+def whole_blocks(leaves: Mapping[int, Any]) -> list[int]:
+    """The leaves whose norms end with a block."""
+    return [i for i, leaf in leaves.items() if tiling_of_norms(leaf) is not None]
+
+
+def large(leaves: Mapping[int, Any]) -> list[int]:
+    """The leaves with one norm, which XLA would reduce in two passes of some hundred numbers.
+
+    Of the 49 such matrices of GPT-2 small the second passes take about a tenth of a step. And the
+    largest blocks: smaller ones were not measured.
+    """
+
+    def is_large(leaf: Any) -> bool:
+        tiles = tiling_of_norms(leaf)
+        is_fast = tiles is not None and tiles.rows == 1 and tiles.block == tiling.BLOCKS[0]
+        return is_fast and leaf.size > tiling.SMALL
+
+    return [i for i, leaf in leaves.items() if is_large(leaf)]
+
+
+def tiling_of_norms(leaf: Any) -> tiling.Tiling | None:
+    """The blocks of a leaf whose norms are taken; None where they do not end with one."""
+    if leaf.rows is None or not 0 < leaf.size <= tiling.LARGEST:
+        return None
+    return tiling.tile(leaf.size, leaf.rows, is_whole=True)
+
+
+def elementwise(
+    fn: Any,
+    leaves: Sequence[Any],
+    scalars: Sequence[Any],
+    by_xla: Callable[..., _Outputs],
+    *,
+    refusal: Callable[[str], str] | None,
+    interpret: bool,
+) -> list[_Outputs]:
+    """`fn` on leaves of one mesh, by kernels on each device's shards.
+
+    Where kernels were asked for, `refusal` is the message for a reason: a platform without them is
+    an error. None leaves such a platform, and TPUs, to XLA.
+    """
+    data, on = _of_arrays(leaves, "operands", "factor")
+    xla = on(lambda mine, table: [by_xla(fn, leaf, tuple(table)) for leaf in mine])
+    platforms = {
+        "cuda": on(functools.partial(_on_gpu, fn, by_xla, interpret)),
+        "tpu": xla,
+        "default": xla,
+    }
+    if refusal is not None:
+        refused = functools.partial(_refused_p.bind, refusal=refusal)
+        platforms["tpu"] = on(lambda mine, table: [_on_tpu(fn, leaf, table) for leaf in mine])
+        platforms["default"] = lambda *args: jax.tree.map(refused, xla(*args))
+    n_outputs = len(leaves[0].out_dtypes)
+    run = functools.partial(shards.on_shards, _by_platform(platforms, interpret), n_outputs)
+    outputs: list[_Outputs] = mesh.opaque(run, xla)(_table(scalars), data)
+    return outputs
+
+
+def squares(
+    fn: Any,
+    leaves: Sequence[Any],
+    scalars: Sequence[Any],
+    by_xla: Callable[..., jax.Array],
+    *,
+    interpret: bool,
+) -> list[jax.Array]:
+    """Squares of norms by kernels that share launches and the last pass; by XLA but on GPUs."""
+    data, on = _of_arrays(leaves, "operands")
+    xla = on(lambda mine, table: [by_xla(fn, leaf, tuple(table)) for leaf in mine])
+    gpu = on(functools.partial(_squares_on_gpu, fn, interpret))
+    run = mesh.opaque(_by_platform({"cuda": gpu, "default": xla}, interpret), xla)
+    results: list[jax.Array] = run(_table(scalars), data)
+    return results
+
+
+def _of_arrays(leaves: Sequence[Any], *names: str) -> tuple[list[Any], Any]:
+    """Their arrays, and what makes of a function of leaves and a table one of table and arrays."""
+
+    def on(run: Callable[[list[Any], jax.Array], Any]) -> Callable[..., Any]:
+        def from_arrays(table: jax.Array, data: Any) -> Any:
+            fields = [dict(zip(names, arrays, strict=True)) for arrays in data]
+            pairs = zip(leaves, fields, strict=True)
+            return run([dataclasses.replace(leaf, **own) for leaf, own in pairs], table)
+
+        return from_arrays
+
+    return [tuple(getattr(leaf, name) for name in names) for leaf in leaves], on
+
+
+def _by_platform(functions: Mapping[str, Any], interpret: bool) -> Callable[..., Any]:
+    """Each function in the programs of its platform; the GPU's is the one that is interpreted."""
+    gpu: Callable[..., Any] = functions["cuda"]
+    return gpu if interpret else lambda *args: jax.lax.platform_dependent(*args, **functions)
+
+
+def _table(scalars: Sequence[Any]) -> jax.Array:
+    """Scalars as the one array that kernels get."""
+    return jnp.asarray(scalars or [0.0], jnp.float32)
+
+
+def _on_gpu(
+    fn: Any, by_xla: Any, interpret: bool, leaves: Sequence[Any], table: jax.Array
+) -> list[_Outputs]:
+    """Small leaves of one size and their dtypes share a call."""
+    # Imported where it is needed: it is neither light nor everywhere.
+    from mars_optax._src.kernels import mosaic_gpu
+
+    flat, keys = [], []
+    for leaf in leaves:
+        fits = leaf.rows is not None and tiling.tile(leaf.size, leaf.rows) is not None
+        x = _flat(leaf if fits else _broadcast(leaf))
+        flat.append(x)
+        keys.append((x.size, x.rows, x.dtypes, x.factor is None, fits))
+    # One function for equal calls, which are then lowered once.
+    programs: dict[Any, Any] = {}
+    results: dict[int, _Outputs] = {}
+    lengths = [tiling.GROUP if x.size <= tiling.SMALL else 1 for x in leaves]
+    for indices in tiling.group(keys, lengths):
+        key, mine = keys[indices[0]], [flat[i] for i in indices]
+        of_block = fn if key[-1] else _factor_last(fn)
+        tiles, aliases = tiling.tile(mine[0].size, mine[0].rows or 1), mine[0].aliases
+        assert tiles is not None
+        ends: Any = [()] * len(mine)
+        if tiles.rest:
+            ends, mine = _ended(functools.partial(by_xla, of_block), mine, table, tiles.covered)
+        outputs: Any = ends
+        if tiles.covered:
+            call = functools.partial(
+                mosaic_gpu.call,
+                of_block,
+                out_dtypes=mine[0].out_dtypes,
+                aliases=aliases,
+                tiles=tiles,
+                interpret=interpret,
+            )
+            program = programs.setdefault(key, jax.jit(call))
+            outputs = program([(x.operands, x.factor) for x in mine], table)
+        for i, output, end in zip(indices, outputs, ends, strict=True):
+            results[i] = tuple(
+                jnp.concatenate([x[: tiles.covered], end[k]])
+                if tiles.covered and tiles.rest and k not in aliases
+                else x
+                for k, x in enumerate(output)
+            )
+    return [tuple(x.reshape(leaf.shape) for x in results[i]) for i, leaf in enumerate(leaves)]
+
+
+def _ended(
+    by_xla: Any, leaves: Sequence[Any], table: jax.Array, start: int
+) -> tuple[list[_Outputs], list[Any]]:
+    """The outputs from `start` on, which no block covers, and the leaves with them in place.
+
+    What is written over an operand is written before a kernel gets that, which leaves its end
+    alone. Written into what the kernel returns, in a loop, XLA of JAX 0.11 took it for a part of
+    the kernel, and failed.
+    """
+    replace = dataclasses.replace
+    last = [replace(leaf, operands=tuple(x[start:] for x in leaf.operands)) for leaf in leaves]
+    ends = [by_xla(leaf, tuple(table)) for leaf in last]
+    # Operands are overwritten: without an order the compiler would copy them.
+    in_order: Any = jax.lax.optimization_barrier
+    ends, operands = in_order((ends, [x.operands for x in leaves]))
+    results = []
+    for leaf, mine, end in zip(leaves, map(list, operands), ends, strict=True):
+        for output, operand in leaf.aliases.items():
+            mine[operand] = jax.lax.dynamic_update_slice(mine[operand], end[output], (start,))
+        results.append(replace(leaf, operands=tuple(mine)))
+    return ends, results
+
+
+def _on_tpu(fn: Any, leaf: Any, table: jax.Array) -> _Outputs:
+    from mars_optax._src.kernels import mosaic_tpu
+
+    if leaf.rows is None:
+        fn, leaf = _factor_last(fn), _broadcast(leaf)
+    factors = None if leaf.factor is None else leaf.factor.reshape(-1)
+    return mosaic_tpu.call(fn, leaf.operands, factors, table, leaf.out_dtypes, leaf.aliases)
+
+
+def _flat(leaf: Any) -> Any:
+    flat = functools.partial(jnp.reshape, shape=-1)
+    factor, operands = jax.tree.map(flat, (leaf.factor, leaf.operands))
+    return dataclasses.replace(leaf, operands=operands, factor=factor)
+
+
+def _broadcast(leaf: Any) -> Any:
+    """The factor as one more operand, where it does not fall into equal rows."""
+    factor = jnp.broadcast_to(leaf.factor, leaf.shape)
+    return dataclasses.replace(leaf, operands=(*leaf.operands, factor), factor=None)
+
+
+def _factor_last(fn: Any) -> Any:
+    """`fn` of operands whose last one is the factor."""
+    return lambda operands, _, scalars: fn(operands[:-1], operands[-1], scalars)
+
+
+def programs_per_row(blocks: int, most: int) -> int:
+    """How many programs share the blocks of a row.
+
+    As many blocks each where a number from half of `most` on allows it: a compiler can unroll a
+    loop whose length is fixed.
+    """
+    most = max(1, min(blocks, most))
+    return next((n for n in range(most, most // 2, -1) if blocks % n == 0), most)
+
+
+def _squares_on_gpu(
+    fn: Any, interpret: bool, leaves: Sequence[Any], table: jax.Array
+) -> list[jax.Array]:
+    """Leaves of one kind share a call and its last sum."""
+    from mars_optax._src.kernels import mosaic_gpu
+
+    keys = [(leaf.size, leaf.rows, leaf.dtypes) for leaf in leaves]
+    programs: dict[Any, Any] = {}
+    results: dict[int, jax.Array] = {}
+    for indices in tiling.group(keys, [tiling.GROUP] * len(leaves)):
+        mine = [leaves[i] for i in indices]
+        tiles = tiling_of_norms(mine[0])
+        assert tiles is not None
+        call = functools.partial(
+            mosaic_gpu.partial_squares,
+            lambda operands, scalars: fn(operands, scalars, jnp.dtype("float32")),
+            tiles=tiles,
+            per_row=programs_per_row(tiles.blocks, _PROGRAMS // (len(mine) * tiles.rows)),
+            interpret=interpret,
+        )
+        program = programs.setdefault((keys[indices[0]], len(mine)), jax.jit(call))
+        sums = program([[x.reshape(-1) for x in leaf.operands] for leaf in mine], table)
+        # A call's sums are added by themselves: one sum for all calls was measured to be slower.
+        for i, leaf, total in zip(indices, mine, jnp.sum(sums, axis=2), strict=True):
+            ones = len(leaf.axes)
+            results[i] = total.reshape(*leaf.shape[: len(leaf.shape) - ones], *(1,) * ones)
+    return [results[i] for i in range(len(leaves))]
+
+
+# Its compilation is the refusal: which platform a program is for is not known before.
+_refused_p: Final[Any] = Primitive("mars_optax_kernels")
+_refused_p.def_abstract_eval(lambda aval, refusal: aval)
+
+
+def _refuse(ctx: Any, *unused: Any, refusal: Callable[[str], str]) -> Any:
+    platforms = ctx.platforms or ctx.module_context.platforms
+    raise NotImplementedError(refusal(f"there is no kernel for {' and '.join(platforms)}"))
+
+
+mlir.register_lowering(_refused_p, _refuse)
