@@ -45,7 +45,7 @@ class ExampleVariantTest(parameterized.TestCase):
     @parameterized.parameters(("ruff", "check", "-"), ("ruff", "format", "--check", "-"))
     def test_its_text_is_in_order(self, *command: str):
         command = (sys.executable, "-m", *command, "--stdin-filename", "mars_optax/_src/example.py")
-        text = pages.blocks("add_a_variant.md")[0]
+        text = pages.example_text()
         result = subprocess.run(command, input=text, text=True, capture_output=True, cwd=_ROOT)
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
 

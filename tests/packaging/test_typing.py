@@ -42,7 +42,7 @@ class TypingTest(absltest.TestCase):
         with tempfile.TemporaryDirectory() as scratch:
             # The example of a new variant is checked as if it were a file of the package.
             example = pathlib.Path(scratch, "example_variant.py")
-            example.write_text(pages.blocks("add_a_variant.md")[0])
+            example.write_text(pages.example_text())
             result = subprocess.run(
                 [
                     *(sys.executable, "-m", "mypy", "--config-file", _HERE / "mypy.ini"),

@@ -13,9 +13,13 @@ def blocks(name: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
+def example_text() -> str:
+    """The file of the variant that docs/add_a_variant.md is about."""
+    return next(block for block in blocks("add_a_variant.md") if block.startswith('"""'))
+
+
 def example_variant() -> types.ModuleType:
-    """The variant that docs/add_a_variant.md is about, as if it were a file of the package."""
+    """The same, as if it were a file of the package."""
     module = types.ModuleType("example_variant")
-    text = blocks("add_a_variant.md")[0]
-    exec(compile(text, str(DOCS / "add_a_variant.md"), "exec"), module.__dict__)
+    exec(compile(example_text(), str(DOCS / "add_a_variant.md"), "exec"), module.__dict__)
     return module
