@@ -4,7 +4,6 @@ Without that folder XLA does all, and asking for kernels is refused.
 """
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -117,8 +116,11 @@ def elementwise(
     elif implementation is None and kernels_pay([x for y in leaves for x in y.operands]):
         known = {i: x for i, x in enumerate(leaves) if x.factor is None and not _unknown(x)}
         chosen = _kernels().small_and_many(known)
-    refusal = _message if implementation == "pallas" else None
-    by_kernels = chosen and functools.partial(_kernels().elementwise, refusal=refusal)
+    message = _message if implementation == "pallas" else None
+
+    def by_kernels(*args: Any) -> Any:
+        return _kernels().elementwise(*args, is_interpreted(), message)
+
     return _divided(fn, leaves, scalars, chosen, _by_xla, by_kernels)
 
 
@@ -142,7 +144,11 @@ def squares(
         chosen = _kernels().whole_blocks(known)
     elif implementation is None and kernels_pay(operands):
         chosen = _kernels().large(known)
-    return _divided(fn, leaves, scalars, chosen, _squares_by_xla, chosen and _kernels().squares)
+
+    def by_kernels(*args: Any) -> Any:
+        return _kernels().squares(*args, is_interpreted())
+
+    return _divided(fn, leaves, scalars, chosen, _squares_by_xla, by_kernels)
 
 
 def kernels_pay(operands: Sequence[Any]) -> bool:
@@ -186,8 +192,7 @@ def _divided(
     for i in chosen:
         groups.setdefault(mesh.explicit(leaves[i].operands[0]), []).append(i)
     for group in groups.values():
-        mine = [leaves[i] for i in group]
-        outputs = by_kernels(fn, mine, scalars, by_xla, interpret=is_interpreted())
+        outputs = by_kernels(fn, [leaves[i] for i in group], scalars, by_xla)
         results.update(zip(group, outputs, strict=True))
     return [results[i] for i in range(len(leaves))]
 

@@ -843,7 +843,7 @@ _ASSEMBLY: Final = (
     Mutant(
         "tail_of_new_array_not_written",
         "kernels/calls.py",
-        "if tiles.rest and k not in mine[0].aliases",
+        "if tiles.covered and tiles.rest and k not in aliases",
         "if False",
         "what fills no block is undefined in outputs of their own",
         (FUSED + "::test_kernels_make_the_updates0",),
@@ -931,8 +931,8 @@ _ASSEMBLY: Final = (
     Mutant(
         "norms_of_other_leaves",
         "kernels/calls.py",
-        "for i, total in zip(indices, totals, strict=True):",
-        "for i, total in zip(indices[::-1], totals, strict=True):",
+        "for i, leaf, total in zip(indices, mine, jnp.sum(sums, axis=2), strict=True):",
+        "for i, leaf, total in zip(indices[::-1], mine, jnp.sum(sums, axis=2), strict=True):",
         "leaves that share a call get each other's norms",
         (NORMS + "::test_leaves_of_a_kind_share_a_call_and_keep_their_order",),
     ),

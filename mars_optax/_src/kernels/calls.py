@@ -72,13 +72,12 @@ def elementwise(
     leaves: Sequence[Any],
     scalars: Sequence[Any],
     by_xla: Callable[..., _Outputs],
-    *,
-    refusal: Callable[[str], str] | None,
     interpret: bool,
+    message: Callable[[str], str] | None,
 ) -> list[_Outputs]:
     """`fn` on leaves of one mesh, by kernels on each device's shards.
 
-    Where kernels were asked for, `refusal` is the message for a reason: a platform without them is
+    Where kernels were asked for, `message` is the message for a reason: a platform without them is
     an error. None leaves such a platform, and TPUs, to XLA.
     """
     data, on = _of_arrays(leaves, "operands", "factor")
@@ -88,8 +87,8 @@ def elementwise(
         "tpu": xla,
         "default": xla,
     }
-    if refusal is not None:
-        refused = functools.partial(_refused_p.bind, refusal=refusal)
+    if message is not None:
+        refused = functools.partial(_refused_p.bind, message=message)
         platforms["tpu"] = on(lambda mine, table: [_on_tpu(fn, leaf, table) for leaf in mine])
         platforms["default"] = lambda *args: jax.tree.map(refused, xla(*args))
     n_outputs = len(leaves[0].out_dtypes)
@@ -103,7 +102,6 @@ def squares(
     leaves: Sequence[Any],
     scalars: Sequence[Any],
     by_xla: Callable[..., jax.Array],
-    *,
     interpret: bool,
 ) -> list[jax.Array]:
     """Squares of norms by kernels that share launches and the last pass; by XLA but on GPUs."""
@@ -277,12 +275,12 @@ def _squares_on_gpu(
 
 # Its compilation is the refusal: which platform a program is for is not known before.
 _refused_p: Final[Any] = Primitive("mars_optax_kernels")
-_refused_p.def_abstract_eval(lambda aval, refusal: aval)
+_refused_p.def_abstract_eval(lambda aval, message: aval)
 
 
-def _refuse(ctx: Any, *unused: Any, refusal: Callable[[str], str]) -> Any:
+def _refuse(ctx: Any, *unused: Any, message: Callable[[str], str]) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
-    raise NotImplementedError(refusal(f"there is no kernel for {' and '.join(platforms)}"))
+    raise NotImplementedError(message(f"there is no kernel for {' and '.join(platforms)}"))
 
 
 mlir.register_lowering(_refused_p, _refuse)
