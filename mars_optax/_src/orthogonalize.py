@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from mars_optax._src import checks, manual, partition, spread, stacks, trees, types
 from mars_optax._src.leaf import newton_schulz, precision
@@ -116,6 +117,37 @@ def matrix_directions(
         return jax.tree.unflatten(jax.tree.structure(momenta), parts)
 
     return directions
+
+
+def transformation(
+    name: str,
+    orthogonalization: Orthogonalization,
+    factor: Callable[[int, int], float],
+    divisor: Any = None,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+) -> optax.GradientTransformationExtraArgs:
+    """:func:`matrix_directions` as a transformation without state, under the public `name`."""
+    partition.check_spec(weight_dimension_numbers)
+    directions = matrix_directions(orthogonalization, factor, divisor)
+
+    def axes_of(tree: Any) -> Any:
+        return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_at_rank_2)
+
+    def init_fn(params: optax.Params) -> optax.EmptyState:
+        partition.require_matrices(axes_of(params), params, name)
+        return optax.EmptyState()
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params
+        specs = manual.specs_of(extra_args, updates)
+        return directions(updates, axes_of(updates), specs), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def orthogonalize(

@@ -34,7 +34,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("previous", "run", "spread"),
     ("stacks",),
     ("fused",),
-    ("assembly", "describe", "links", "orthogonalize", "states", "transformation"),
+    (
+        "assembly",
+        "describe",
+        "links",
+        "orthogonalize",
+        "row_normalization",
+        "states",
+        "transformation",
+    ),
     (
         "diagnose",
         "rounding",
