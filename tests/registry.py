@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -19,6 +20,9 @@ from optax.contrib import MuonDimensionNumbers
 import mars_optax
 
 Kind = Literal["optimizer", "direction", "link"]
+# What a step moves between the devices that share a leaf: nothing; one number for each norm of a
+# matrix or leaf; one for each row; or whole matrices.
+Collectives = Literal["none", "numbers", "rows", "matrices"]
 
 _SHAPES: Mapping[str, dict[str, Any]] = {
     # A matrix of each orientation, a vector and a scalar.
@@ -53,6 +57,14 @@ def _stacked_specs(params: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Amplification:
+    """Why rounding grows in a step, and the least tolerance of comparisons that follows."""
+
+    why: str
+    tolerance: float
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Entry:
     """One setting of one public factory."""
 
@@ -62,7 +74,18 @@ class Entry:
     kwargs: Mapping[str, Any]
     tree: str
     core: bool
-    """Whether this is the entry that stands for its factory in the dearer tests."""
+    """Whether this is the entry that stands for its factory in the tests that cost more."""
+    not_elementwise: str = ""
+    """Why its step is not elementwise, the norm of the clip apart; empty where it is."""
+    amplifies: Amplification | None = None
+    """What its step makes of rounding, if more than arithmetic does."""
+    moves: Collectives | None = None
+    """What else than the norm of the clip it moves between devices."""
+    skips: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The contracts that it cannot keep, and why."""
+
+    def __repr__(self) -> str:
+        return self.name
 
     def make(self, **overrides: Any) -> optax.GradientTransformationExtraArgs:
         """Builds the transformation, with some arguments replaced."""
@@ -70,9 +93,11 @@ class Entry:
 
     def precise(self, **overrides: Any) -> optax.GradientTransformationExtraArgs:
         """Like `make`, with Newton-Schulz in float32, for comparisons of two runs."""
-        if self.accepts("ns_dtype"):
-            overrides = {"ns_dtype": "float32", **overrides}
-        return self.make(**overrides)
+        return self.make(**{**self.precision(), **overrides})
+
+    def precision(self) -> dict[str, Any]:
+        """The arguments by which it computes in float32."""
+        return {"ns_dtype": "float32"} if self.accepts("ns_dtype") else {}
 
     def shared(self) -> optax.GradientTransformationExtraArgs:
         """What `precise` builds, one object for all tests, so that it compiles once."""
@@ -81,6 +106,23 @@ class Entry:
     def accepts(self, argument: str) -> bool:
         """Whether the factory has an argument of this name."""
         return argument in inspect.signature(self.factory).parameters
+
+    def tolerance(self, plain: float) -> float:
+        """The tolerance of a comparison that is `plain` for elementwise steps."""
+        return plain if self.amplifies is None else max(10 * plain, self.amplifies.tolerance)
+
+    def clips(self) -> bool:
+        """Whether it takes a norm of each matrix and leaf."""
+        argument = inspect.signature(self.factory).parameters.get("max_norm")
+        return argument is not None and self.kwargs.get("max_norm", argument.default) is not None
+
+    def collectives(self) -> Collectives:
+        """What a step moves between the devices that share a leaf, at most."""
+        return self.moves or ("numbers" if self.clips() else "none")
+
+    def only_matrices(self) -> bool:
+        """Whether every leaf has to be a matrix."""
+        return self.tree in ("matrices", "stack")
 
     def params(self, dtype: str = "float32") -> Any:
         """The parameter tree this entry is run on."""
@@ -132,14 +174,56 @@ def _with_grad_fn(factory: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
+# What sets a rule apart from an elementwise one, for all settings of a factory.
+_NEWTON_SCHULZ = {
+    "not_elementwise": "Newton-Schulz multiplies matrices",
+    "amplifies": Amplification("each step multiplies small singular values by 3.4445", 1e-4),
+    "moves": "matrices",
+}
+_FACTS: Mapping[str, Mapping[str, Any]] = {
+    "mars_shampoo": _NEWTON_SCHULZ,
+    "mars_m": _NEWTON_SCHULZ,
+    "scale_by_mars_shampoo": _NEWTON_SCHULZ,
+    "scale_by_mars_m": _NEWTON_SCHULZ,
+    "cautious": {
+        "not_elementwise": "it counts the entries whose signs agree",
+        "moves": "numbers",
+        "skips": {"shard_map": "the count is of whole leaves"},
+    },
+    "ignore_absent_gradients": {
+        "not_elementwise": "it asks whether a whole leaf is 0",
+        "moves": "numbers",
+        "skips": {"shard_map": "the question is about whole leaves"},
+    },
+}
+# The same of a setting.
+_LOW_PRECISION = {"skips": {"meshes": "stored numbers may be rounded to either neighbour"}}
+_EIGHT_BITS = {
+    "not_elementwise": "each row has a scale",
+    "moves": "rows",
+    "skips": {**_LOW_PRECISION["skips"], "shard_map": "scales are of whole rows"},
+}
+_ONE_NORM = {
+    "not_elementwise": "one norm of all leaves",
+    "moves": "numbers",
+    "skips": {"shard_map": "the norm is of whole leaves"},
+}
+
+
 def _entries() -> Iterator[Entry]:
     def enrol(
-        factory: Callable[..., Any], kind: Kind, tree: str, setting: str = "", **kwargs: Any
+        factory: Callable[..., Any],
+        kind: Kind,
+        tree: str,
+        setting: str = "",
+        facts: Mapping[str, Any] = MappingProxyType({}),
+        **kwargs: Any,
     ) -> Entry:
         name = factory.__name__ + (f"_{setting}" if setting else "")
         if kind == "optimizer":
             kwargs = {"learning_rate": 0.1, **kwargs}
-        return Entry(name, factory, kind, kwargs, tree, core=not setting)
+        facts = {**_FACTS.get(factory.__name__, {}), **facts}
+        return Entry(name, factory, kind, kwargs, tree, core=not setting, **facts)
 
     mars, lion = mars_optax.mars, mars_optax.mars_lion
     shampoo, muon = mars_optax.mars_shampoo, mars_optax.mars_m
@@ -158,18 +242,20 @@ def _entries() -> Iterator[Entry]:
     yield enrol(
         mars, "optimizer", "mixed", "adamw", correction="none", max_norm=None, optimize_1d=True
     )
-    yield enrol(mars, "optimizer", "mixed", "bf16", nu_dtype="bfloat16", **bfloat16_state)
+    yield enrol(
+        mars, "optimizer", "mixed", "bf16", _LOW_PRECISION, nu_dtype="bfloat16", **bfloat16_state
+    )
     yield enrol(mars, "optimizer", "mixed", "schedules", **schedules)
     yield enrol(mars, "optimizer", "stacked", "specs", weight_dimension_numbers=_STACKED_SPECS)
 
     exact_mars, storm_adamw = _with_grad_fn(mars), _with_grad_fn(mars_optax.storm_adamw)
     yield enrol(exact_mars, "optimizer", "mixed", "exact", correction="exact")
-    yield enrol(mars, "optimizer", "mixed", "float8", prev_grad_dtype="float8_e4m3fn")
+    yield enrol(mars, "optimizer", "mixed", "float8", _EIGHT_BITS, prev_grad_dtype="float8_e4m3fn")
     yield enrol(storm_adamw, "optimizer", "mixed")
 
     yield enrol(lion, "optimizer", "mixed")
     yield enrol(lion, "optimizer", "mixed", "optimize_1d", optimize_1d=True)
-    yield enrol(lion, "optimizer", "mixed", "bf16", **bfloat16_state)
+    yield enrol(lion, "optimizer", "mixed", "bf16", _LOW_PRECISION, **bfloat16_state)
     yield enrol(
         lion, "optimizer", "mixed", "without_prev_grad", keep_prev_grad=False, max_norm=None
     )
@@ -180,7 +266,7 @@ def _entries() -> Iterator[Entry]:
     yield enrol(shampoo, "optimizer", "stacked", "specs", weight_dimension_numbers=_STACKED_SPECS)
 
     yield enrol(muon, "optimizer", "mixed")
-    yield enrol(muon, "optimizer", "mixed", "bf16", **bfloat16_state)
+    yield enrol(muon, "optimizer", "mixed", "bf16", _LOW_PRECISION, **bfloat16_state)
     yield enrol(
         muon,
         "optimizer",
@@ -197,7 +283,15 @@ def _entries() -> Iterator[Entry]:
     scale_by_mars = mars_optax.scale_by_mars
     yield enrol(scale_by_mars, "direction", "mixed")
     yield enrol(scale_by_mars, "direction", "mixed", "amsgrad", amsgrad=True, max_norm=None)
-    yield enrol(scale_by_mars, "direction", "mixed", "bf16", nu_dtype="bfloat16", **bfloat16_state)
+    yield enrol(
+        scale_by_mars,
+        "direction",
+        "mixed",
+        "bf16",
+        _LOW_PRECISION,
+        nu_dtype="bfloat16",
+        **bfloat16_state,
+    )
     yield enrol(mars_optax.scale_by_mars_lion, "direction", "mixed")
     yield enrol(mars_optax.scale_by_mars_shampoo, "direction", "matrices")
     yield enrol(
@@ -226,7 +320,9 @@ def _entries() -> Iterator[Entry]:
     yield enrol(correct, "link", "mixed", "exact", correction="exact")
     yield enrol(correct, "link", "mixed", "storm", correction="storm")
     yield enrol(mars_optax.correct_gradients, "link", "mixed")
-    yield enrol(mars_optax.correct_gradients, "link", "mixed", "clip", correction_clip=0.5)
+    yield enrol(
+        mars_optax.correct_gradients, "link", "mixed", "clip", _ONE_NORM, correction_clip=0.5
+    )
     yield enrol(mars_optax.clip_by_leaf_norm, "link", "mixed")
     yield enrol(
         mars_optax.clip_by_leaf_norm,
@@ -246,13 +342,26 @@ def _shared(name: str) -> optax.GradientTransformationExtraArgs:
 
 
 def select(
-    *kinds: Kind, core: bool = False, where: Callable[[Entry], bool] = lambda _: True
+    *kinds: Kind,
+    core: bool = False,
+    contract: str = "",
+    where: Callable[[Entry], bool] = lambda _: True,
 ) -> tuple[tuple[str, Entry], ...]:
-    """Entries as named parameters for `absl.testing.parameterized`."""
+    """Entries as named parameters for `absl.testing.parameterized`.
+
+    Args:
+      *kinds: All kinds, if none is given.
+      core: Whether one entry for each factory is enough.
+      contract: The name by which entries skip this contract.
+      where: Which others are left out.
+    """
     chosen = tuple(
         (f"_{entry.name}", entry)
         for entry in ENTRIES
-        if (not kinds or entry.kind in kinds) and (entry.core or not core) and where(entry)
+        if (not kinds or entry.kind in kinds)
+        and (entry.core or not core)
+        and contract not in entry.skips
+        and where(entry)
     )
     if not chosen:
         raise AssertionError("no entry of the registry fits")

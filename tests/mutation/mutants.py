@@ -638,7 +638,7 @@ _STATE: Final = (
         "total = jax.lax.pmax(flat, axes)",
         "inside a shard_map a norm is that of the largest part",
         (
-            "tests/contract/test_shard_map.py::ShardMapTest::test_with_specs_it_is_the_global_result0",
+            "tests/contract/test_shard_map.py::ShardMapTest::test_with_specs_it_is_the_global_result_mars",
         ),
     ),
     Mutant(
