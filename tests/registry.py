@@ -368,6 +368,11 @@ def select(
     return chosen
 
 
+def names(*kinds: Kind, **filters: Any) -> tuple[str, ...]:
+    """The names of the entries that `select` gives."""
+    return tuple(entry.name for _, entry in select(*kinds, **filters))
+
+
 def get(name: str) -> Entry:
     """The entry of this name."""
     return next(entry for entry in ENTRIES if entry.name == name)
