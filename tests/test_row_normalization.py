@@ -203,7 +203,7 @@ class PropertiesTest(parameterized.TestCase):
         state = tx.init(params)
         trees.assert_same_types(jax.eval_shape(tx.init, params), state)
         self.assertEqual(state.nu["a"].dtype, nu_dtype or jnp.float32)
-        updates, new_state = tx.update({"a": jnp.ones((4, 6))}, state)
+        updates, new_state = tx.update({"a": jnp.ones((4, 6), dtype)}, state)
         trees.assert_same_types(new_state, state)
         self.assertEqual(updates["a"].dtype, jnp.float32)
 
@@ -235,6 +235,13 @@ class PropertiesTest(parameterized.TestCase):
 
         self.assertTrue(trees.all_finite(jax.grad(fn)(grads)))
         self.assertTrue(trees.all_finite(jax.grad(fn)(jnp.zeros_like(grads))))
+
+    @parameterized.parameters((0, 3), (3, 0))
+    def test_matrices_without_entries(self, *shape: int):
+        tx = normalize_rows()
+        y, state = tx.update(jnp.zeros(shape), tx.init(jnp.zeros(shape)))
+        self.assertEqual(y.shape, shape)
+        np.testing.assert_array_equal(state.nu, np.zeros((1, shape[1])))
 
     def test_it_takes_part_of_a_tree_and_placeholders(self):
         tx = normalize_rows()

@@ -73,7 +73,7 @@ def normalize_rows(
         zeros = previous.zeros(params, nu_dtype, averages_squares=True)
         # Reduced as in every later step, they lie on a mesh as those do.
         return NormalizeRowsState(
-            jax.tree.map(lambda x, a: jnp.max(x, a.reduction, keepdims=True), zeros, axes)
+            jax.tree.map(lambda x, a: jnp.sum(x, a.reduction, keepdims=True), zeros, axes)
         )
 
     def update_fn(
@@ -102,7 +102,8 @@ def normalize_rows(
         dtype = precision.compute_dtype(x, nu)
         x = precision.widen(x, dtype)
         squares = _over_devices(clipping.squares(x, axes.reduction), within)
-        mean = squares / (axes.fans(x.shape)[0] * _over_devices(1, within))
+        length = axes.fans(x.shape)[0] * _over_devices(1, within)
+        mean = squares / max(length, 1)
         decay = precision.widen_scalar(b2, dtype)
         average = optax.tree.update_moment(mean, nu.astype(dtype), decay, 1)
         divisor = _nonzero(root(average) + precision.widen_scalar(eps, dtype))
