@@ -147,7 +147,7 @@ class PropertiesTest(parameterized.TestCase):
             outputs.append(np.asarray(y) / np.linalg.norm(y))
         np.testing.assert_allclose(*outputs, rtol=1e-5)
 
-    @parameterized.parameters(1e-8, 0.0)
+    @parameterized.named_parameters(("_with_eps", 1e-8), ("_without_eps", 0.0))
     def test_zeros_stay_zero_and_wake_up_finite(self, eps: float):
         tx = normalize_rows(eps=eps)
         update = jax.jit(tx.update)
@@ -342,7 +342,12 @@ class MeshTest(parameterized.TestCase):
             for name, x in actual[0].items():
                 self.assertTrue(x.sharding.is_equivalent_to(shardings[name], x.ndim), name)
 
-    @parameterized.product(check_vma=[True, False], inside=[True, False])
+    @parameterized.named_parameters(
+        ("_checked", True, False),
+        ("_checked_from_init", True, True),
+        ("_unchecked", False, False),
+        ("_unchecked_from_init", False, True),
+    )
     def test_in_a_shard_map_with_specs(self, check_vma: bool, inside: bool):
         # A state made inside varies, by its type, as its parameter does: only its values return.
         def run(params: Any, state: Any, *grads: Any) -> Any:

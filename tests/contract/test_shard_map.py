@@ -68,7 +68,9 @@ def _mapped(fn: Any, specs: Any = _SPECS, check_vma: bool = True) -> Any:
 
 
 class ShardMapTest(parameterized.TestCase):
-    @parameterized.named_parameters(*registry.select(core=True, contract="shard_map"))
+    @parameterized.named_parameters(
+        *registry.select("optimizer", "link", core=True, contract="shard_map"),
+    )
     def test_with_specs_it_is_the_global_result(self, entry: registry.Entry):
         self._check(entry, check_vma=True)
 
@@ -79,7 +81,10 @@ class ShardMapTest(parameterized.TestCase):
         self._check(entry, check_vma=False)
 
     @parameterized.named_parameters(
-        *registry.select(contract="shard_map", where=lambda entry: not entry.core)
+        *registry.select(
+            contract="shard_map",
+            where=lambda entry: not entry.core or entry.kind == "direction",
+        )
     )
     @pytest.mark.slow
     def test_with_specs_every_setting_has_the_global_result(self, entry: registry.Entry):
