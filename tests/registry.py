@@ -24,6 +24,15 @@ Kind = Literal["optimizer", "direction", "link"]
 # matrix or leaf; one for each row; or whole matrices.
 Collectives = Literal["none", "numbers", "rows", "matrices"]
 
+# The contracts that a row may skip, and what they ask.
+CONTRACTS: Mapping[str, str] = {
+    "meshes": "on a mesh a step is that of one device, and lies as the parameters do",
+    "places": "so it does wherever they lie on automatic axes, and a step can be serialized",
+    "shard_map": "inside a shard_map, with the specs of the parameters, a step is the global one",
+    "tiny_gradients": "parameters in half precision move under gradients of 1e-5",
+    "vector_rule": "leaves that are no matrices have a rule and a rate of their own",
+}
+
 _SHAPES: Mapping[str, dict[str, Any]] = {
     # A matrix of each orientation, a vector and a scalar.
     "mixed": {
@@ -82,7 +91,7 @@ class Entry:
     moves: Collectives | None = None
     """What else than the norm of the clip it moves between devices."""
     skips: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The contracts that it cannot keep, and why."""
+    """Names of `CONTRACTS` that it cannot keep, and why."""
 
     def __repr__(self) -> str:
         return self.name
@@ -110,6 +119,11 @@ class Entry:
     def tolerance(self, plain: float) -> float:
         """The tolerance of a comparison that is `plain` for elementwise steps."""
         return plain if self.amplifies is None else max(10 * plain, self.amplifies.tolerance)
+
+    def rounding(self) -> float:
+        """The distance of two neighbours, relative, in the lowest precision that it stores in."""
+        dtypes = [value for key, value in self.kwargs.items() if key.endswith("_dtype")]
+        return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
 
     def clips(self) -> bool:
         """Whether it takes a norm of each matrix and leaf."""
@@ -197,11 +211,10 @@ _FACTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 # The same of a setting.
-_LOW_PRECISION = {"skips": {"meshes": "stored numbers may be rounded to either neighbour"}}
 _EIGHT_BITS = {
     "not_elementwise": "each row has a scale",
     "moves": "rows",
-    "skips": {**_LOW_PRECISION["skips"], "shard_map": "scales are of whole rows"},
+    "skips": {"shard_map": "scales are of whole rows"},
 }
 _ONE_NORM = {
     "not_elementwise": "one norm of all leaves",
@@ -242,9 +255,7 @@ def _entries() -> Iterator[Entry]:
     yield enrol(
         mars, "optimizer", "mixed", "adamw", correction="none", max_norm=None, optimize_1d=True
     )
-    yield enrol(
-        mars, "optimizer", "mixed", "bf16", _LOW_PRECISION, nu_dtype="bfloat16", **bfloat16_state
-    )
+    yield enrol(mars, "optimizer", "mixed", "bf16", nu_dtype="bfloat16", **bfloat16_state)
     yield enrol(mars, "optimizer", "mixed", "schedules", **schedules)
     yield enrol(mars, "optimizer", "stacked", "specs", weight_dimension_numbers=_STACKED_SPECS)
 
@@ -255,7 +266,7 @@ def _entries() -> Iterator[Entry]:
 
     yield enrol(lion, "optimizer", "mixed")
     yield enrol(lion, "optimizer", "mixed", "optimize_1d", optimize_1d=True)
-    yield enrol(lion, "optimizer", "mixed", "bf16", _LOW_PRECISION, **bfloat16_state)
+    yield enrol(lion, "optimizer", "mixed", "bf16", **bfloat16_state)
     yield enrol(
         lion, "optimizer", "mixed", "without_prev_grad", keep_prev_grad=False, max_norm=None
     )
@@ -266,7 +277,7 @@ def _entries() -> Iterator[Entry]:
     yield enrol(shampoo, "optimizer", "stacked", "specs", weight_dimension_numbers=_STACKED_SPECS)
 
     yield enrol(muon, "optimizer", "mixed")
-    yield enrol(muon, "optimizer", "mixed", "bf16", _LOW_PRECISION, **bfloat16_state)
+    yield enrol(muon, "optimizer", "mixed", "bf16", **bfloat16_state)
     yield enrol(
         muon,
         "optimizer",
@@ -283,15 +294,7 @@ def _entries() -> Iterator[Entry]:
     scale_by_mars = mars_optax.scale_by_mars
     yield enrol(scale_by_mars, "direction", "mixed")
     yield enrol(scale_by_mars, "direction", "mixed", "amsgrad", amsgrad=True, max_norm=None)
-    yield enrol(
-        scale_by_mars,
-        "direction",
-        "mixed",
-        "bf16",
-        _LOW_PRECISION,
-        nu_dtype="bfloat16",
-        **bfloat16_state,
-    )
+    yield enrol(scale_by_mars, "direction", "mixed", "bf16", nu_dtype="bfloat16", **bfloat16_state)
     yield enrol(mars_optax.scale_by_mars_lion, "direction", "mixed")
     yield enrol(mars_optax.scale_by_mars_shampoo, "direction", "matrices")
     yield enrol(
@@ -352,9 +355,11 @@ def select(
     Args:
       *kinds: All kinds, if none is given.
       core: Whether one entry for each factory is enough.
-      contract: The name by which entries skip this contract.
+      contract: One of `CONTRACTS`, which leaves out the entries that skip it.
       where: Which others are left out.
     """
+    if contract and contract not in CONTRACTS:
+        raise AssertionError(f"no contract of this name: {contract}")
     chosen = tuple(
         (f"_{entry.name}", entry)
         for entry in ENTRIES
