@@ -1,6 +1,7 @@
 """Set-up of all tests: eight CPU devices, quick compilation, and slow tests only if asked for."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -44,3 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False
         )
         os.environ["XLA_FLAGS"] = " ".join(probe.stdout.split())
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Lets `-k` select by the values of a product or of parameters, whose tests have numbers."""
+    values = getattr(getattr(item, "obj", None), "__x_params_repr__", "")
+    item.extra_keyword_matches.update(re.findall(r"\w+", values))

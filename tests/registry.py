@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -19,6 +20,18 @@ from optax.contrib import MuonDimensionNumbers
 import mars_optax
 
 Kind = Literal["optimizer", "direction", "link"]
+# What a step moves between the devices that share a leaf: nothing; one number for each norm of a
+# matrix or leaf; one for each row; or whole matrices.
+Collectives = Literal["none", "numbers", "rows", "matrices"]
+
+# The contracts that a row may skip, and what they ask.
+CONTRACTS: Mapping[str, str] = {
+    "meshes": "on a mesh a step is that of one device, and lies as the parameters do",
+    "places": "so it does wherever they lie on automatic axes, and a step can be serialized",
+    "shard_map": "inside a shard_map, with the specs of the parameters, a step is the global one",
+    "tiny_gradients": "parameters in half precision move under gradients of 1e-5",
+    "vector_rule": "leaves that are no matrices have a rule and a rate of their own",
+}
 
 _SHAPES: Mapping[str, dict[str, Any]] = {
     # A matrix of each orientation, a vector and a scalar.
@@ -53,6 +66,14 @@ def _stacked_specs(params: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Amplification:
+    """Why rounding grows in a step, and the least tolerance of comparisons that follows."""
+
+    why: str
+    tolerance: float
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Entry:
     """One setting of one public factory."""
 
@@ -62,7 +83,18 @@ class Entry:
     kwargs: Mapping[str, Any]
     tree: str
     core: bool
-    """Whether this is the entry that stands for its factory in the dearer tests."""
+    """Whether this is the entry that stands for its factory in the tests that cost more."""
+    not_elementwise: str = ""
+    """Why its step is not elementwise, the norm of the clip apart; empty where it is."""
+    amplifies: Amplification | None = None
+    """What its step makes of rounding, if more than arithmetic does."""
+    moves: Collectives | None = None
+    """What else than the norm of the clip it moves between devices."""
+    skips: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names of `CONTRACTS` that it cannot keep, and why."""
+
+    def __repr__(self) -> str:
+        return self.name
 
     def make(self, **overrides: Any) -> optax.GradientTransformationExtraArgs:
         """Builds the transformation, with some arguments replaced."""
@@ -70,9 +102,11 @@ class Entry:
 
     def precise(self, **overrides: Any) -> optax.GradientTransformationExtraArgs:
         """Like `make`, with Newton-Schulz in float32, for comparisons of two runs."""
-        if self.accepts("ns_dtype"):
-            overrides = {"ns_dtype": "float32", **overrides}
-        return self.make(**overrides)
+        return self.make(**{**self.precision(), **overrides})
+
+    def precision(self) -> dict[str, Any]:
+        """The arguments by which it computes in float32."""
+        return {"ns_dtype": "float32"} if self.accepts("ns_dtype") else {}
 
     def shared(self) -> optax.GradientTransformationExtraArgs:
         """What `precise` builds, one object for all tests, so that it compiles once."""
@@ -81,6 +115,28 @@ class Entry:
     def accepts(self, argument: str) -> bool:
         """Whether the factory has an argument of this name."""
         return argument in inspect.signature(self.factory).parameters
+
+    def tolerance(self, plain: float) -> float:
+        """The tolerance of a comparison that is `plain` for elementwise steps."""
+        return plain if self.amplifies is None else max(10 * plain, self.amplifies.tolerance)
+
+    def rounding(self) -> float:
+        """The distance of two neighbours, relative, in the lowest precision that it stores in."""
+        dtypes = [value for key, value in self.kwargs.items() if key.endswith("_dtype")]
+        return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+
+    def clips(self) -> bool:
+        """Whether it takes a norm of each matrix and leaf."""
+        argument = inspect.signature(self.factory).parameters.get("max_norm")
+        return argument is not None and self.kwargs.get("max_norm", argument.default) is not None
+
+    def collectives(self) -> Collectives:
+        """What a step moves between the devices that share a leaf, at most."""
+        return self.moves or ("numbers" if self.clips() else "none")
+
+    def only_matrices(self) -> bool:
+        """Whether every leaf has to be a matrix."""
+        return self.tree in ("matrices", "stack")
 
     def params(self, dtype: str = "float32") -> Any:
         """The parameter tree this entry is run on."""
@@ -132,14 +188,55 @@ def _with_grad_fn(factory: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
+# What sets a rule apart from an elementwise one, for all settings of a factory.
+_NEWTON_SCHULZ = {
+    "not_elementwise": "Newton-Schulz multiplies matrices",
+    "amplifies": Amplification("each step multiplies small singular values by 3.4445", 1e-4),
+    "moves": "matrices",
+}
+_FACTS: Mapping[str, Mapping[str, Any]] = {
+    "mars_shampoo": _NEWTON_SCHULZ,
+    "mars_m": _NEWTON_SCHULZ,
+    "scale_by_mars_shampoo": _NEWTON_SCHULZ,
+    "scale_by_mars_m": _NEWTON_SCHULZ,
+    "cautious": {
+        "not_elementwise": "it counts the entries whose signs agree",
+        "moves": "numbers",
+        "skips": {"shard_map": "the count is of whole leaves"},
+    },
+    "ignore_absent_gradients": {
+        "not_elementwise": "it asks whether a whole leaf is 0",
+        "moves": "numbers",
+        "skips": {"shard_map": "the question is about whole leaves"},
+    },
+}
+# The same of a setting.
+_EIGHT_BITS = {
+    "not_elementwise": "each row has a scale",
+    "moves": "rows",
+    "skips": {"shard_map": "scales are of whole rows"},
+}
+_ONE_NORM = {
+    "not_elementwise": "one norm of all leaves",
+    "moves": "numbers",
+    "skips": {"shard_map": "the norm is of whole leaves"},
+}
+
+
 def _entries() -> Iterator[Entry]:
     def enrol(
-        factory: Callable[..., Any], kind: Kind, tree: str, setting: str = "", **kwargs: Any
+        factory: Callable[..., Any],
+        kind: Kind,
+        tree: str,
+        setting: str = "",
+        facts: Mapping[str, Any] = MappingProxyType({}),
+        **kwargs: Any,
     ) -> Entry:
         name = factory.__name__ + (f"_{setting}" if setting else "")
         if kind == "optimizer":
             kwargs = {"learning_rate": 0.1, **kwargs}
-        return Entry(name, factory, kind, kwargs, tree, core=not setting)
+        facts = {**_FACTS.get(factory.__name__, {}), **facts}
+        return Entry(name, factory, kind, kwargs, tree, core=not setting, **facts)
 
     mars, lion = mars_optax.mars, mars_optax.mars_lion
     shampoo, muon = mars_optax.mars_shampoo, mars_optax.mars_m
@@ -164,7 +261,7 @@ def _entries() -> Iterator[Entry]:
 
     exact_mars, storm_adamw = _with_grad_fn(mars), _with_grad_fn(mars_optax.storm_adamw)
     yield enrol(exact_mars, "optimizer", "mixed", "exact", correction="exact")
-    yield enrol(mars, "optimizer", "mixed", "float8", prev_grad_dtype="float8_e4m3fn")
+    yield enrol(mars, "optimizer", "mixed", "float8", _EIGHT_BITS, prev_grad_dtype="float8_e4m3fn")
     yield enrol(storm_adamw, "optimizer", "mixed")
 
     yield enrol(lion, "optimizer", "mixed")
@@ -226,7 +323,9 @@ def _entries() -> Iterator[Entry]:
     yield enrol(correct, "link", "mixed", "exact", correction="exact")
     yield enrol(correct, "link", "mixed", "storm", correction="storm")
     yield enrol(mars_optax.correct_gradients, "link", "mixed")
-    yield enrol(mars_optax.correct_gradients, "link", "mixed", "clip", correction_clip=0.5)
+    yield enrol(
+        mars_optax.correct_gradients, "link", "mixed", "clip", _ONE_NORM, correction_clip=0.5
+    )
     yield enrol(mars_optax.clip_by_leaf_norm, "link", "mixed")
     yield enrol(
         mars_optax.clip_by_leaf_norm,
@@ -246,17 +345,37 @@ def _shared(name: str) -> optax.GradientTransformationExtraArgs:
 
 
 def select(
-    *kinds: Kind, core: bool = False, where: Callable[[Entry], bool] = lambda _: True
+    *kinds: Kind,
+    core: bool = False,
+    contract: str = "",
+    where: Callable[[Entry], bool] = lambda _: True,
 ) -> tuple[tuple[str, Entry], ...]:
-    """Entries as named parameters for `absl.testing.parameterized`."""
+    """Entries as named parameters for `absl.testing.parameterized`.
+
+    Args:
+      *kinds: All kinds, if none is given.
+      core: Whether one entry for each factory is enough.
+      contract: One of `CONTRACTS`, which leaves out the entries that skip it.
+      where: Which others are left out.
+    """
+    if contract and contract not in CONTRACTS:
+        raise AssertionError(f"no contract of this name: {contract}")
     chosen = tuple(
         (f"_{entry.name}", entry)
         for entry in ENTRIES
-        if (not kinds or entry.kind in kinds) and (entry.core or not core) and where(entry)
+        if (not kinds or entry.kind in kinds)
+        and (entry.core or not core)
+        and contract not in entry.skips
+        and where(entry)
     )
     if not chosen:
         raise AssertionError("no entry of the registry fits")
     return chosen
+
+
+def names(*kinds: Kind, **filters: Any) -> tuple[str, ...]:
+    """The names of the entries that `select` gives."""
+    return tuple(entry.name for _, entry in select(*kinds, **filters))
 
 
 def get(name: str) -> Entry:

@@ -77,6 +77,11 @@ Args:
   ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
   ns_dtype: The dtype of the iteration.
   ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
+  row_b2: Decay rate, in [0, 1), of a running mean square of each row of the orthogonalized matrix
+    (each entry of its output axes), by whose root rows are divided before the matrix is scaled to
+    its norm again, as in NorMuon (Li et al., `arXiv 2510.05491
+    <https://arxiv.org/abs/2510.05491>`_, with 0.95); None for none. The state keeps one number for
+    each row.
   newton_schulz_fn: A function in place of the iteration: it gets the momentum (of MARS-Shampoo,
     divided by 1 - b1) as a stack (batch, in, out) of at least float32, and returns the same shape
     and dtype. The shape factor comes after.

@@ -151,6 +151,8 @@ def ignore_absent_gradients(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
+        specs = in_shard_map.specs_of(extra_args, updates)
+        in_shard_map.require_whole(updates, specs, "`ignore_absent_gradients`")
         flat = jax.tree_util.tree_leaves_with_path(updates)
         absent = {path: jnp.all(grad == 0) for path, grad in flat}
 

@@ -56,7 +56,7 @@ class DonationTest(parameterized.TestCase):
         _, updates, state = donating(*arguments)
         for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
             self.assertTrue(leaf.is_deleted(), trees.path_of(path))
-        tolerance = 1e-4 if entry.accepts("ns_dtype") else 1e-5  # eager rounds otherwise
+        tolerance = entry.tolerance(1e-5)  # eager rounds otherwise
         trees.assert_close(updates, expected[0], rtol=tolerance, atol=tolerance)
 
     @parameterized.named_parameters(*registry.select(core=True))

@@ -28,6 +28,11 @@ class EnrolmentTest(parameterized.TestCase):
         names = [entry.name for entry in registry.ENTRIES]
         self.assertLen(set(names), len(names))
 
+    @parameterized.named_parameters(*registry.select(where=lambda entry: bool(entry.skips)))
+    def test_what_is_skipped_is_a_contract_and_has_a_reason(self, entry: registry.Entry):
+        self.assertContainsSubset(entry.skips, registry.CONTRACTS)
+        self.assertTrue(all(entry.skips.values()))
+
     def test_every_public_name_exists_and_is_documented(self):
         for name in _PUBLIC:
             value = getattr(mars_optax, name)

@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("execute",),
     ("estimator", "reshard", "run"),
     ("stacks", "states"),
-    ("describe", "fused", "orthogonalize", "transformation"),
+    ("describe", "fused", "orthogonalize", "row_normalization", "transformation"),
     ("assembly", "links"),
     (
         "diagnose",

@@ -40,13 +40,12 @@ class InjectTest(parameterized.TestCase):
         self._check_injected(entry)
 
     def _check_injected(self, entry: registry.Entry):
-        precise = {"ns_dtype": "float32"} if entry.accepts("ns_dtype") else {}
         grads = [entry.grads(step) for step in range(3)]
-        actual, _, state = trees.run(_inject(entry, **precise), entry.params(), grads)
+        actual, _, state = trees.run(_inject(entry, **entry.precision()), entry.params(), grads)
         expected, _, plain = trees.run(entry.shared(), entry.params(), grads)
         # Coefficients are float32 here and Python numbers there; Newton-Schulz amplifies it.
-        tolerance = {"rtol": 1e-3, "atol": 1e-3} if precise else {"rtol": 1e-4, "atol": 1e-5}
-        trees.assert_close(actual, expected, **tolerance)
+        rtol, atol = entry.tolerance(1e-4), entry.tolerance(1e-5)
+        trees.assert_close(actual, expected, rtol=rtol, atol=atol)
         if not any(callable(value) for value in entry.kwargs.values()):
             # (A schedule of its own needs a counter that an injected number does not.)
             trees.assert_close(state.inner_state, plain, rtol=1e-4, atol=1e-5)
@@ -119,7 +118,7 @@ class InjectTest(parameterized.TestCase):
             "gamma": lambda count: 0.02 + 0.01 * count,
         }
         grads = [entry.grads(step) for step in range(3)]
-        precise = {"ns_dtype": "float32"} if entry.accepts("ns_dtype") else {}
+        precise = entry.precision()
         actual, _, _ = trees.run(_inject(entry, **schedules, **precise), entry.params(), grads)
         expected, _, _ = trees.run(entry.make(**schedules, **precise), entry.params(), grads)
         # As in `test_injected_equals_plain`.

@@ -1,10 +1,9 @@
-"""Every variant on meshes of eight devices: type of mesh, layout, shape and dtype of the leaves.
+"""The registry on meshes of eight devices: type of mesh, layout, shape and dtype of the leaves.
 
 Each case runs two steps of one tree with all shapes, and compares with one device; looks where the
 state lies, from `init` on; and counts the collectives of the compiled update.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -20,11 +19,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
-import mars_optax
+from tests import registry
 from tests.support import collectives, trees
 
 _SHAPES = {"tall": (16, 8), "wide": (8, 16), "stack": (4, 8, 16), "vector": (16,)}
-_MATRICES = 6  # tall, wide, and the four of the stack
+_NORMS = 7  # of tall, wide, the four of the stack, and the vector
+_ROWS = 16 + 8 + 4 * 8 + 1
+_TYPES = (AxisType.Auto, AxisType.Explicit)
 _AXES = {
     "tall": MuonDimensionNumbers(0, 1),
     "wide": MuonDimensionNumbers(0, 1),
@@ -46,49 +47,20 @@ _LAYOUTS: dict[str, dict[str, P]] = {
 }
 
 
-def _grad_fn(params: Any) -> Any:
-    return jax.tree.map(lambda p: 0.3 * p + 0.1, params)
+def _leaves(entry: registry.Entry) -> list[str]:
+    """The leaves that it takes."""
+    return [k for k, axes in _AXES.items() if axes is not None or not entry.only_matrices()]
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A setting, and what its update may communicate."""
-
-    make: Callable[[], optax.GradientTransformationExtraArgs]
-    collectives: str
-    """"none"; "numbers", at most one for each matrix; or "matrices"."""
-
-    tolerance: float = 1e-6  # sums of the clip's norm in another order
+def _make(entry: registry.Entry) -> optax.GradientTransformationExtraArgs:
+    options = {"ns_steps": 2, "weight_dimension_numbers": {k: _AXES[k] for k in _leaves(entry)}}
+    return entry.precise(**{k: v for k, v in options.items() if entry.accepts(k)})
 
 
-# Newton-Schulz in float32: bfloat16 would round away what is compared. It amplifies what the order
-# of a sum changes.
-_NS = {"ns_steps": 2, "ns_dtype": "float32", "weight_dimension_numbers": _AXES}
-_PLAIN = {"weight_dimension_numbers": _AXES}
-_VARIANTS: dict[str, Variant] = {
-    "mars": Variant(functools.partial(mars_optax.mars, 0.1, **_PLAIN), "numbers"),
-    "mars_exact": Variant(
-        functools.partial(mars_optax.mars, 0.1, correction="exact", **_PLAIN), "numbers"
-    ),
-    "mars_lion": Variant(functools.partial(mars_optax.mars_lion, 0.1, **_PLAIN), "numbers"),
-    "mars_shampoo": Variant(
-        functools.partial(mars_optax.mars_shampoo, 0.1, **_NS), "matrices", 1e-4
-    ),
-    "mars_m": Variant(functools.partial(mars_optax.mars_m, 0.1, **_NS), "matrices", 1e-4),
-    "mars_without_clip": Variant(
-        functools.partial(mars_optax.mars, 0.1, max_norm=None, **_PLAIN), "none"
-    ),
-    "mars_lion_without_clip": Variant(
-        functools.partial(mars_optax.mars_lion, 0.1, max_norm=None, **_PLAIN), "none"
-    ),
-    "storm_adamw": Variant(functools.partial(mars_optax.storm_adamw, 0.1), "none"),
-    "correct_gradients": Variant(mars_optax.correct_gradients, "none"),
-}
-
-
-def _host_tree(seed: int, dtype: str) -> dict[str, np.ndarray]:
+def _host_tree(entry: registry.Entry, seed: int, dtype: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {k: rng.standard_normal(s).astype(jnp.dtype(dtype)) for k, s in _SHAPES.items()}
+    tree = {k: rng.standard_normal(s).astype(jnp.dtype(dtype)) for k, s in _SHAPES.items()}
+    return {k: tree[k] for k in _leaves(entry)}
 
 
 def _compiled(fn: Callable[..., Any], *args: Any) -> Any:
@@ -96,110 +68,129 @@ def _compiled(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.jit(fn).lower(*args).compile({"xla_allow_excess_precision": False})
 
 
-def _update_of(tx: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
-    def update(grads: Any, state: Any, params: Any) -> Any:
-        return tx.update(grads, state, params, grad_fn=_grad_fn)
-
-    return update
-
-
 @functools.cache
 def _expected(name: str, dtype: str) -> tuple[Any, Any]:
     """Updates and state after two steps on one device."""
-    tx = _VARIANTS[name].make()
-    params, *grads = (_host_tree(i, dtype) for i in range(3))
+    entry = registry.get(name)
+    tx = _make(entry)
+    params, *grads = (_host_tree(entry, i, dtype) for i in range(3))
     state, updates = tx.init(params), None
-    update = _compiled(_update_of(tx), grads[0], state, params)
+    update = _compiled(tx.update, grads[0], state, params)
     for gradient in grads:
         updates, state = update(gradient, state, params)
     return trees.copy(updates), trees.copy(state)
 
 
-def _cases(every: bool) -> Iterator[tuple[str, AxisType, str, str]]:
-    """All of the matrix; or each variant on both types of mesh, layouts and dtypes in turn."""
-    types, dtypes = (AxisType.Auto, AxisType.Explicit), ("float32", "bfloat16")
-    if every:
-        yield from itertools.product(_VARIANTS, types, _LAYOUTS, dtypes)
-        return
+def _named(cases: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    for entry, axis_type, layout, dtype in cases:
+        yield f"_{entry.name}_{axis_type.name}_{layout}_{dtype}", entry, axis_type, layout, dtype
+
+
+def _cases(core: bool) -> Iterator[tuple[Any, ...]]:
+    """Core entries, or the others, on both types of mesh, with layouts and dtypes in turn."""
     layouts = itertools.cycle(("fsdp_tensor", "fsdp", "layers", "fsdp", "fsdp_tensor"))
-    for (name, axis_type), layout in zip(
-        itertools.product(_VARIANTS, types), layouts, strict=False
+    entries = [entry for _, entry in registry.select(contract="meshes") if entry.core is core]
+    for (entry, axis_type), layout in zip(
+        itertools.product(entries, _TYPES), layouts, strict=False
     ):
-        yield name, axis_type, layout, "bfloat16" if layout == "fsdp" else "float32"
+        yield entry, axis_type, layout, "bfloat16" if layout == "fsdp" else "float32"
 
 
-def _named(cases: Iterator[tuple[str, AxisType, str, str]]) -> Iterator[tuple[Any, ...]]:
-    for name, axis_type, layout, dtype in cases:
-        yield f"_{name}_{axis_type.name}_{layout}_{dtype}", name, axis_type, layout, dtype
+def _every_case() -> Iterator[tuple[Any, ...]]:
+    entries = [entry for _, entry in registry.select(contract="meshes", core=True)]
+    yield from itertools.product(entries, _TYPES, _LAYOUTS, ("float32", "bfloat16"))
 
 
 class MeshMatrixTest(parameterized.TestCase):
-    @parameterized.named_parameters(*_named(_cases(every=False)))
+    @parameterized.named_parameters(*_named(_cases(core=True)))
     def test_on_a_mesh_as_on_one_device(self, *case: Any):
         self._check(*case)
 
-    @parameterized.named_parameters(*_named(_cases(every=True)))
+    @parameterized.named_parameters(*_named(_cases(core=False)))
+    @pytest.mark.slow
+    def test_every_setting_on_a_mesh_as_on_one_device(self, *case: Any):
+        self._check(*case)
+
+    @parameterized.named_parameters(*_named(_every_case()))
     @pytest.mark.slow
     def test_on_every_mesh_as_on_one_device(self, *case: Any):
         self._check(*case)
 
-    def _check(self, name: str, axis_type: AxisType, layout: str, dtype: str) -> None:
-        variant = _VARIANTS[name]
-        tx = variant.make()
+    def _check(self, entry: registry.Entry, axis_type: AxisType, layout: str, dtype: str) -> None:
+        tx = _make(entry)
         mesh = jax.make_mesh(
             (4, 2), _BOTH, axis_types=(axis_type,) * 2, devices=jax.devices("cpu")[:8]
         )
         shardings = {k: NamedSharding(mesh, spec) for k, spec in _LAYOUTS[layout].items()}
+        shardings = {k: shardings[k] for k in _leaves(entry)}
         with jax.set_mesh(mesh):
-            params, *grads = (jax.device_put(_host_tree(i, dtype), shardings) for i in range(3))
+            params, *grads = (
+                jax.device_put(_host_tree(entry, i, dtype), shardings) for i in range(3)
+            )
             abstract = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
             )
             init = jax.jit(tx.init).lower(abstract).compile()
-            self._check_places(init.output_shardings, shardings, "abstract")
+            shapes = jax.eval_shape(tx.init, abstract)
+            self._check_places(shapes, init.output_shardings, shardings, "abstract")
             if axis_type is AxisType.Explicit:
                 # An abstract value names its place on an abstract mesh; a scalar names none.
                 specs = jax.tree.map(
-                    lambda x: NamedSharding(mesh, x.sharding.spec if x.sharding else P()),
-                    jax.eval_shape(tx.init, abstract),
+                    lambda x: NamedSharding(mesh, x.sharding.spec if x.sharding else P()), shapes
                 )
-                self._check_places(specs, shardings, "eval_shape")
+                self._check_places(shapes, specs, shardings, "eval_shape")
             state = init(params)
-            update = _compiled(_update_of(tx), grads[0], state, params)
+            update = _compiled(tx.update, grads[0], state, params)
             # Compiled for the places of the first state: the second step refuses any other.
             for gradient in grads:
                 updates, new_state = update(gradient, state, params)
-                trees.assert_same_types(new_state, state)
+                self.assertEqual(*(jax.tree.map(jax.typeof, x) for x in (new_state, state)))
                 state = new_state
-            self._check_places(jax.tree.map(lambda x: x.sharding, state), shardings, "state")
-            self._check_places(jax.tree.map(lambda x: x.sharding, updates), shardings, "updates")
-        self._check_collectives(variant, update.as_text(), axis_type, layout)
-        expected, expected_state = _expected(name, dtype)
-        self._check_close(updates, expected, variant.tolerance)
-        self._check_close(state, expected_state, variant.tolerance)
+            for what, tree in (("state", state), ("updates", updates)):
+                places = jax.tree.map(lambda x: x.sharding, tree)
+                self._check_places(tree, places, shardings, what)
+        self._check_collectives(entry, update.as_text(), axis_type, layout)
+        # Sums of norms are added in another order, and what is stored is rounded to either of two
+        # neighbours.
+        tolerance = max(entry.tolerance(1e-6), entry.rounding())
+        expected, expected_state = _expected(entry.name, dtype)
+        self._check_close(updates, expected, tolerance)
+        self._check_close(state, expected_state, tolerance)
 
-    def _check_places(self, places: Any, shardings: Any, what: str) -> None:
+    def _check_places(self, tree: Any, places: Any, shardings: Any, what: str) -> None:
+        """Each leaf lies where its parameter does, or a reduction of it over some axes would."""
         found = set()
-        for path, place in jax.tree_util.tree_leaves_with_path(places):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        for (path, x), place in zip(leaves, jax.tree.leaves(places), strict=True):
             name = trees.path_of(path).rpartition("/")[2]
-            if name in shardings:
-                ndim = len(_SHAPES[name])
+            if name not in shardings or x.ndim != len(_SHAPES[name]):
+                continue
+            sizes = list(zip(x.shape, _SHAPES[name], strict=True))
+            if all(mine in (1, its) for mine, its in sizes):
+                spec = [*shardings[name].spec, *(None,) * x.ndim]
+                kept = [
+                    p if mine == its else None for p, (mine, its) in zip(spec, sizes, strict=False)
+                ]
+                wanted = NamedSharding(shardings[name].mesh, P(*kept))
                 self.assertTrue(
-                    place.is_equivalent_to(shardings[name], ndim),
+                    place.is_equivalent_to(wanted, x.ndim),
                     f"{what}, {trees.path_of(path)}: {place}",
                 )
                 found.add(name)
-        self.assertEqual(found, set(_SHAPES))
+        self.assertEqual(found, set(shardings) if leaves else set())
 
     def _check_collectives(
-        self, variant: Variant, text: str, axis_type: AxisType, layout: str
+        self, entry: registry.Entry, text: str, axis_type: AxisType, layout: str
     ) -> None:
         found = collectives.collectives(text)
-        if variant.collectives == "none":
-            self.assertEmpty(found)
-        large = [c for c in found if c.elements > _MATRICES]
-        if variant.collectives == "numbers":
-            self.assertEmpty(large)
+        large = [c for c in found if c.elements > _NORMS]
+        match entry.collectives():
+            case "none":
+                self.assertEmpty(found)
+            case "numbers":
+                self.assertEmpty(large)
+            case "rows":
+                self.assertEmpty([c for c in large if c.elements > _ROWS])
         # On a mesh of automatic axes the compiler decides what Newton-Schulz communicates, and that
         # of JAX 0.7 keeps the stack divided between the iterations on explicit ones, too.
         if axis_type is AxisType.Explicit and jax.__version_info__ >= (0, 10):

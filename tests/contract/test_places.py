@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -27,10 +27,16 @@ from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
 from mars_optax._src import reshard
+from tests import registry
 from tests.support import meshes
 
 _SHORTEST = 16
-_OPTIONS = {"ns_steps": 1, "ns_dtype": "float32"}
+_MATRIX_RULES = registry.select(
+    "optimizer",
+    core=True,
+    contract="places",
+    where=lambda entry: entry.collectives() == "matrices",
+)
 _MATRIX, _STACK = MuonDimensionNumbers(0, 1), MuonDimensionNumbers(1, 2)
 
 
@@ -85,6 +91,18 @@ def _step(tx: Any, is_fused: bool, **extra_args: Any) -> Callable[..., Any]:
     return functools.partial(tx.update, **extra_args)
 
 
+def _make(entry: registry.Entry, axes: Any) -> Any:
+    return entry.precise(
+        weight_dimension_numbers=axes, **({"ns_steps": 1} if entry.accepts("ns_steps") else {})
+    )
+
+
+def _cases(entries: Any, settings: Any) -> Iterator[tuple[Any, ...]]:
+    for (name, entry), setting in itertools.product(entries, settings):
+        labels = ("fused", "context", "specs")
+        yield "_".join([name, *itertools.compress(labels, setting)]), entry, *setting
+
+
 class PlacesTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -93,11 +111,10 @@ class PlacesTest(parameterized.TestCase):
         self.addCleanup(patch.stop)
 
     def _check(
-        self, name: str, is_fused: bool, has_context: bool, has_specs: bool, every: bool
+        self, entry: registry.Entry, is_fused: bool, has_context: bool, has_specs: bool, every: bool
     ) -> None:
         params, specs, axes = _placed(every)
-        options = _OPTIONS if name in ("mars_m", "mars_shampoo") else {}
-        tx = getattr(mars_optax, name)(0.1, weight_dimension_numbers=axes, **options)
+        tx = _make(entry, axes)
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         extra_args = {"param_specs": specs} if has_specs else {}
         with jax.set_mesh(mesh) if has_context else contextlib.nullcontext():
@@ -107,7 +124,7 @@ class PlacesTest(parameterized.TestCase):
         found = set()
         for path, x in jax.tree_util.tree_leaves_with_path((results, state)):
             key = next((k.key for k in path if getattr(k, "key", None) in params), None)
-            if key is not None:
+            if key is not None and x.shape == params[key].shape:
                 where = f"{jax.tree_util.keystr(path)}: {x.sharding}, not {specs[key]}"
                 self.assertTrue(x.sharding.is_equivalent_to(params[key].sharding, x.ndim), where)
                 found.add(key)
@@ -118,32 +135,30 @@ class PlacesTest(parameterized.TestCase):
             # Sums in another order.
             np.testing.assert_allclose(x, expected[key], rtol=1e-4, atol=1e-5, err_msg=key)
 
-    @parameterized.parameters(
-        ("mars_m", False, False, False),
-        ("mars_m", True, True, True),
-        ("mars_shampoo", True, False, False),
-        ("mars_shampoo", False, True, True),
-    )
+    @parameterized.named_parameters(*_cases(_MATRIX_RULES, [(False,) * 3, (True,) * 3]))
     def test_updates_and_state_lie_as_the_parameters(self, *case: Any):
         self._check(*case, every=False)
 
-    @parameterized.parameters(
-        *itertools.product(
-            ("mars_m", "mars_shampoo", "mars", "mars_lion"),
-            (False, True),
-            (False, True),
-            (False, True),
+    @parameterized.named_parameters(
+        *_cases(
+            registry.select(
+                "optimizer",
+                core=True,
+                contract="places",
+                where=lambda entry: entry.accepts("weight_dimension_numbers"),
+            ),
+            list(itertools.product((False, True), repeat=3)),
         )
     )
     @pytest.mark.slow
     def test_in_every_place(self, *case: Any):
         self._check(*case, every=True)
 
-    @parameterized.parameters("mars_m", "mars_shampoo")
-    def test_with_specs_a_step_can_be_serialized(self, name: str):
+    @parameterized.named_parameters(*_MATRIX_RULES)
+    def test_with_specs_a_step_can_be_serialized(self, entry: registry.Entry):
         pytest.importorskip("flatbuffers")
         params, specs, axes = _placed(every=False)
-        tx = getattr(mars_optax, name)(0.1, weight_dimension_numbers=axes, **_OPTIONS)
+        tx = _make(entry, axes)
         leaves, treedef = jax.tree.flatten((params, tx.init(params), params))
 
         def flat(*leaves: Any) -> Any:

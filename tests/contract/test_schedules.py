@@ -10,7 +10,12 @@ import mars_optax
 from tests import registry
 from tests.support import trees
 
-_FAMILY = ("mars", "mars_lion", "mars_shampoo", "mars_m")
+_FAMILY = registry.names(
+    "optimizer",
+    core=True,
+    contract="vector_rule",
+    where=lambda entry: entry.accepts("learning_rate_1d"),
+)
 
 
 def _matrices(tree):

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mars_optax
+from tests import registry
 from tests.support import interpreter, meshes, trees
 
 _MATRIX, _STACK = optax.contrib.MuonDimensionNumbers(0, 1), optax.contrib.MuonDimensionNumbers(1, 2)
@@ -36,26 +38,18 @@ def _tree(seed: int) -> dict[str, np.ndarray]:
     return {k: rng.standard_normal(shape).astype(np.float32) for k, shape in shapes.items()}
 
 
-def _grad_fn(params: Any) -> Any:
-    return jax.tree.map(lambda p: 0.3 * p + 0.1, params)
-
-
-_NS = {"ns_dtype": "float32"}
-_VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "mars": (mars_optax.mars, {}),
-    "optimize_1d": (mars_optax.mars, {"optimize_1d": True, "amsgrad": True}),
-    "exact": (mars_optax.mars, {"correction": "exact"}),
-    "lion": (mars_optax.mars_lion, {}),
-    "shampoo": (mars_optax.mars_shampoo, _NS),
-    "mars_m": (mars_optax.mars_m, _NS),
-}
+def _tree_of(entry: registry.Entry, seed: int) -> dict[str, np.ndarray]:
+    """The leaves that the entry takes."""
+    names = [k for k, axes in _NUMBERS.items() if axes is not None or not entry.only_matrices()]
+    return {k: x for k, x in _tree(seed).items() if k in names}
 
 
 def _make(name: str, **kwargs: Any) -> Any:
-    factory, options = _VARIANTS[name]
-    return factory(
-        **{"learning_rate": 0.1, "weight_dimension_numbers": _NUMBERS, **options, **kwargs}
-    )
+    entry = registry.get(name)
+    tree = _tree_of(entry, 0)
+    if entry.accepts("weight_dimension_numbers"):
+        kwargs = {"weight_dimension_numbers": {k: _NUMBERS[k] for k in tree}, **kwargs}
+    return entry.precise(**kwargs)
 
 
 def _train(tx: Any, params: Any, grads: Any, **extra: Any) -> Any:
@@ -74,20 +68,43 @@ def _mapped(fn: Any, specs: Any = _SPECS, check_vma: bool = True) -> Any:
 
 
 class ShardMapTest(parameterized.TestCase):
-    @parameterized.product(name=list(_VARIANTS), check_vma=[True, False])
-    def test_with_specs_it_is_the_global_result(self, name: str, check_vma: bool):
-        tx, params, grads = _make(name), _tree(0), _tree(1)
-        extra = {"grad_fn": _grad_fn} if name == "exact" else {}
-        both = lambda g: (g, jax.tree.map(lambda x: -0.5 * x, g))  # noqa: E731
-        expected = _train(tx, params, both(grads), **extra)
-        train = _mapped(
-            lambda p, g: _train(tx, p, both(g), param_specs=_SPECS, **extra), check_vma=check_vma
+    @parameterized.named_parameters(
+        *registry.select("optimizer", "link", core=True, contract="shard_map"),
+    )
+    def test_with_specs_it_is_the_global_result(self, entry: registry.Entry):
+        self._check(entry, check_vma=True)
+
+    @parameterized.named_parameters(
+        *registry.select("optimizer", core=True, contract="shard_map"),
+    )
+    def test_with_specs_it_is_the_global_result_unchecked(self, entry: registry.Entry):
+        self._check(entry, check_vma=False)
+
+    @parameterized.named_parameters(
+        *registry.select(
+            contract="shard_map",
+            where=lambda entry: not entry.core or entry.kind == "direction",
         )
-        # Sums over devices are added in another order; Newton-Schulz amplifies it.
-        tolerance = 1e-4 if name in ("shampoo", "mars_m") else 1e-6
+    )
+    @pytest.mark.slow
+    def test_with_specs_every_setting_has_the_global_result(self, entry: registry.Entry):
+        for check_vma in (True, False):
+            self._check(entry, check_vma)
+
+    def _check(self, entry: registry.Entry, check_vma: bool) -> None:
+        tx, params, grads = _make(entry.name), _tree_of(entry, 0), _tree_of(entry, 1)
+        specs = {k: _SPECS[k] for k in params}
+        both = lambda g: (g, jax.tree.map(lambda x: -0.5 * x, g))  # noqa: E731
+        expected = jax.jit(lambda p, g: _train(tx, p, both(g)))(params, grads)
+        train = _mapped(
+            lambda p, g: _train(tx, p, both(g), param_specs=specs), specs, check_vma=check_vma
+        )
+        # Sums over devices are added in another order, and what is stored is rounded to either of
+        # two neighbours.
+        tolerance = max(entry.tolerance(1e-6), entry.rounding())
         trees.assert_close(train(params, grads), expected, rtol=tolerance, atol=tolerance)
 
-    @parameterized.product(name=["mars", "lion", "mars_m"], check_vma=[True, False])
+    @parameterized.product(name=["mars", "mars_lion", "mars_m"], check_vma=[True, False])
     def test_without_specs_it_is_an_error_that_names_leaf_and_remedy(self, name, check_vma):
         tx = _make(name)
         over = r"varies over the mesh axes \['x'\]" if check_vma else "may be a part"
@@ -165,12 +182,10 @@ class ShardMapTest(parameterized.TestCase):
             _mapped(lambda p, g: _train(tx, p, [g], param_specs=specs))(_tree(0), _tree(1))
 
     @parameterized.named_parameters(
-        ("float8", lambda: mars_optax.mars(0.1, prev_grad_dtype="float8_e4m3fn")),
-        ("cautious", lambda: mars_optax.cautious(mars_optax.scale_by_mars(max_norm=None))),
-        ("correction_clip", lambda: mars_optax.correct_gradients(correction_clip=1.0)),
+        *registry.select(where=lambda entry: "shard_map" in entry.skips),
     )
-    def test_what_works_on_whole_leaves_says_so(self, make: Any):
-        tx = make()
+    def test_what_works_on_whole_leaves_says_so(self, entry: registry.Entry):
+        tx = entry.make()
         with self.assertRaisesRegex(NotImplementedError, "inside a shard_map: expected whole"):
             _mapped(lambda p, g: _train(tx, p, [g], param_specs=_SPECS))(_tree(0), _tree(1))
 

@@ -15,6 +15,10 @@ from tests import registry
 from tests.support import trees
 from tests.support.nodes import CallableDense, Dense, Pair
 
+_WITH_AXES = registry.names(
+    "optimizer", core=True, where=lambda entry: entry.accepts("weight_dimension_numbers")
+)
+
 
 def _takes_vectors(entry: registry.Entry) -> bool:
     return entry.tree == "mixed"
@@ -221,7 +225,7 @@ class ComplexTest(parameterized.TestCase):
 class DimensionNumbersTest(parameterized.TestCase):
     """How `weight_dimension_numbers` reaches the leaves."""
 
-    @parameterized.parameters("mars", "mars_lion", "mars_shampoo", "mars_m")
+    @parameterized.parameters(*_WITH_AXES)
     def test_a_callable_sees_the_whole_tree_of_shapes(self, name: str):
         entry, seen = registry.get(name), []
 
@@ -239,7 +243,7 @@ class DimensionNumbersTest(parameterized.TestCase):
         expected, _, _ = trees.run(entry.shared(), params, [entry.grads()])
         trees.assert_close(updates, expected, rtol=1e-5, atol=1e-6)
 
-    @parameterized.parameters("mars", "mars_lion", "mars_shampoo", "mars_m")
+    @parameterized.parameters(*_WITH_AXES)
     def test_a_tree_that_can_be_called_is_taken_for_a_tree(self, name: str):
         entry = registry.get(name)
         params = CallableDense(_random((4, 3)), _random((3,), 1))
@@ -251,7 +255,7 @@ class DimensionNumbersTest(parameterized.TestCase):
         expected, _, _ = trees.run(entry.shared(), params, [grads, params])
         trees.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
-    @parameterized.parameters("mars", "mars_lion", "mars_shampoo", "mars_m")
+    @parameterized.parameters(*_WITH_AXES)
     def test_a_bare_spec_makes_every_leaf_of_rank_two_or_more_a_matrix(self, name: str):
         entry = registry.get(name)
         spec = MuonDimensionNumbers(-2, -1)
@@ -264,7 +268,7 @@ class DimensionNumbersTest(parameterized.TestCase):
         expected, _, _ = trees.run(explicit, params, [params, params])
         trees.assert_equal(actual, expected)
 
-    @parameterized.parameters("mars", "mars_lion", "mars_shampoo", "mars_m")
+    @parameterized.parameters(*_WITH_AXES)
     def test_slices_of_a_declared_stack_are_matrices_of_their_own(self, name: str):
         entry = registry.get(name)
         kernels = [_random((4, 3), seed) * (seed + 0.1) for seed in range(3)]
@@ -281,7 +285,7 @@ class DimensionNumbersTest(parameterized.TestCase):
                 updates["w"], jnp.stack(alone, axis), rtol=1e-4, atol=1e-5, err_msg=f"{axis=}"
             )
 
-    @parameterized.parameters("mars", "mars_lion", "mars_shampoo", "mars_m")
+    @parameterized.parameters(*_WITH_AXES)
     def test_several_axes_on_a_side_equal_the_flattened_matrix(self, name: str):
         # An attention kernel (embed, heads, width) is a matrix (embed, heads * width).
         entry = registry.get(name)
@@ -316,7 +320,14 @@ class DimensionNumbersTest(parameterized.TestCase):
         state = registry.get(name).make().init(params)
         self.assertEqual(trees.shapes(trees.fields(state, "prev_grad")), [(3, 2)])
 
-    @parameterized.parameters("mars", "mars_lion", "mars_shampoo", "mars_m")
+    @parameterized.parameters(
+        *registry.names(
+            "optimizer",
+            core=True,
+            contract="vector_rule",
+            where=lambda entry: entry.accepts("learning_rate_1d"),
+        )
+    )
     def test_a_matrix_may_be_declared_a_vector(self, name: str):
         entry = registry.get(name)
         specs = {

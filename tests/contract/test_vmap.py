@@ -35,7 +35,7 @@ class VmapTest(parameterized.TestCase):
         alone = jax.jit(train)
         loop = _stack([alone(r, g) for r, g in zip(_RATES, _GAMMAS, strict=True)])
         # Newton-Schulz amplifies the rounding of another order of additions.
-        tolerance = 1e-4 if entry.accepts("ns_dtype") else 1e-6
+        tolerance = entry.tolerance(1e-6)
         trees.assert_close(together, loop, rtol=tolerance, atol=tolerance)
 
     @parameterized.named_parameters(*registry.select(core=True))
@@ -61,7 +61,7 @@ class VmapTest(parameterized.TestCase):
         _, state = vmapped(stacked, state, stacked)
         actual = vmapped(stacked_grads, state, stacked)
         # As above.
-        tolerance = 1e-4 if entry.accepts("ns_dtype") else 1e-5
+        tolerance = entry.tolerance(1e-5)
         trees.assert_close(actual, _stack(singles), rtol=tolerance, atol=tolerance)
 
 

@@ -37,7 +37,7 @@ class MultiStepsTest(parameterized.TestCase):
         every = [grads for batch in micro for grads in batch]
         _, actual, state = trees.run(multi, entry.params(), every)
         # The running mean and the sum round differently; Newton-Schulz amplifies it.
-        tolerance = 1e-3 if entry.accepts("ns_dtype") else 1e-4
+        tolerance = entry.tolerance(1e-4)
         trees.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
         for count in trees.fields(state.inner_opt_state, "count"):
             self.assertEqual(int(count), 3)

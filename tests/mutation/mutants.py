@@ -638,7 +638,7 @@ _STATE: Final = (
         "total = jax.lax.pmax(flat, axes)",
         "inside a shard_map a norm is that of the largest part",
         (
-            "tests/contract/test_shard_map.py::ShardMapTest::test_with_specs_it_is_the_global_result0",
+            "tests/contract/test_shard_map.py::ShardMapTest::test_with_specs_it_is_the_global_result_mars",
         ),
     ),
     Mutant(
@@ -1324,7 +1324,59 @@ _VARIANTS: Final = (
     ),
 )
 
-MUTANTS: Final = (*_LEAF, *_STATE, *_ASSEMBLY, *_VARIANTS)
+_ROWS: Final = "tests/test_row_normalization.py::"
+_ROW_NORMALIZATION: Final = (
+    Mutant(
+        "rows_of_columns",
+        "row_normalization.py",
+        "clipping.squares(x, axes.reduction)",
+        "clipping.squares(x, axes.output)",
+        "columns in place of rows are evened out",
+        (_ROWS + "OracleTest::test_it_is_the_rule_in_float64_wide",),
+    ),
+    Mutant(
+        "row_norm_not_kept",
+        "row_normalization.py",
+        "x / divisor * root(before / _nonzero(after))",
+        "x / divisor",
+        "a matrix whose rows are even has another norm",
+        (_ROWS + "OracleTest::test_it_is_the_rule_in_float64_wide",),
+    ),
+    Mutant(
+        "row_length_of_a_part",
+        "row_normalization.py",
+        "length = axes.fans(x.shape)[0] * _over_devices(1, within)",
+        "length = axes.fans(x.shape)[0]",
+        "inside a shard_map a row is as long as its part",
+        (_ROWS + "MeshTest::test_in_a_shard_map_with_specs_checked",),
+    ),
+    Mutant(
+        "rows_of_a_part",
+        "row_normalization.py",
+        "before, after = _over_devices(totals, across)",
+        "before, after = totals",
+        "inside a shard_map the norm of a matrix is that of a device's rows",
+        (_ROWS + "MeshTest::test_in_a_shard_map_with_specs_checked",),
+    ),
+    Mutant(
+        "row_divisor_zero",
+        "row_normalization.py",
+        "divisor = _nonzero(root(average) + precision.widen_scalar(eps, dtype))",
+        "divisor = root(average) + precision.widen_scalar(eps, dtype)",
+        "without an epsilon, rows of zeros become NaN",
+        (_ROWS + "PropertiesTest::test_zeros_stay_zero_and_wake_up_finite_without_eps",),
+    ),
+    Mutant(
+        "row_average_of_roots",
+        "row_normalization.py",
+        "optax.tree.update_moment(mean, nu.astype(dtype), decay, 1)",
+        "optax.tree.update_moment(mean, nu.astype(dtype), decay, 2)",
+        "the average is of fourth powers",
+        (_ROWS + "OracleTest::test_it_is_the_rule_in_float64_wide",),
+    ),
+)
+
+MUTANTS: Final = (*_LEAF, *_STATE, *_ASSEMBLY, *_VARIANTS, *_ROW_NORMALIZATION)
 
 EQUIVALENT: Final = (
     Equivalent(

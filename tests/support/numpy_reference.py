@@ -99,6 +99,23 @@ def shape_factor(rule: Literal["shampoo", "mars_m"], shape: Sequence[int]) -> fl
     return float(0.2 * np.sqrt(max(shape[0], shape[1])))
 
 
+def normalize_rows(x: Array, nu: Array, *, b2: float, eps: float = 1e-8) -> tuple[Array, Array]:
+    """One step of NorMuon's row normalization.
+
+    Args:
+      x: The orthogonalized matrix, (out, in).
+      nu: The average of each row's mean square before this step, (out,).
+      b2: Decay of that average.
+      eps: Added to its root.
+
+    Returns:
+      The matrix with the Frobenius norm of `x`, and the new average.
+    """
+    nu = b2 * nu + (1.0 - b2) * np.array([np.mean(np.abs(row) ** 2) for row in x])
+    rows = x / (np.sqrt(nu) + eps)[:, None]
+    return rows * np.linalg.norm(x) / np.linalg.norm(rows), nu
+
+
 def adam_direction(
     mu: Array,
     nu: Array,
@@ -143,6 +160,7 @@ def mars_leaf(
     ns_steps: int = 5,
     ns_coeffs: Sequence[Any] = QUINTIC,
     ns_dtype: str = "float64",
+    row_b2: float | None = None,
     prev_grads: Array | None = None,
 ) -> Trajectory:
     """A leaf under the variance-reduced rule.
@@ -168,6 +186,7 @@ def mars_leaf(
       ns_steps: Newton-Schulz iterations.
       ns_coeffs: Newton-Schulz coefficients.
       ns_dtype: Newton-Schulz precision.
+      row_b2: Decay of the mean squares of rows under "mars_m", or None for no row normalization.
       prev_grads: What stands for the previous gradient at each step, for the exact variant. None
         takes the gradient of the step before.
 
@@ -183,6 +202,7 @@ def mars_leaf(
         prev_grads = np.concatenate([before_first[None], grads[:-1]])
     prev_grads = np.asarray(prev_grads, np.float64)
     mu, nu, nu_max = (np.zeros_like(param) for _ in range(3))
+    rows = np.zeros(param.shape[:1])
     params = []
     for t in range(steps):
         g, last = grads[t], prev_grads[t]
@@ -223,6 +243,8 @@ def mars_leaf(
                     mu, steps=ns_steps, coeffs=ns_coeffs, eps=1e-7, order="mars_m", dtype=ns_dtype
                 )
             direction = shape_factor(rule, param.shape) * unit
+            if row_b2 is not None:
+                direction, rows = normalize_rows(direction, rows, b2=row_b2)
         param = param - lr[t] * (direction + weight_decay * param)
         params.append(param)
     has_nu = rule == "adamw"

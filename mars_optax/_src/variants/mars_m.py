@@ -11,6 +11,7 @@ from mars_optax._src import (
     named,
     orthogonalize,
     partition,
+    row_normalization,
     transformation,
     trees,
     types,
@@ -47,6 +48,7 @@ def scale_by_mars_m(
     ns_precision: types.Precision = None,
     newton_schulz_fn: types.NewtonSchulzFn | None = None,
     alpha: types.ScalarOrSchedule = 1.0,
+    row_b2: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates of matrices by the rule of MARS-M.
 
@@ -103,11 +105,12 @@ def scale_by_mars_m(
         ns_steps, ns_coeffs, ns_dtype, ns_precision, fn=newton_schulz_fn
     )
     first = functools.partial(trees.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
-    inner = orthogonalize.transformation(
-        iteration,
-        newton_schulz.rms_factor,
-        weight_dimension_numbers,
-    )
+    numbers = weight_dimension_numbers
+    inner = orthogonalize.transformation(iteration, newton_schulz.rms_factor, numbers)
+    if row_b2 is not None:
+        checks.decay_rate("row_b2", row_b2)
+        rows = row_normalization.normalize_rows(row_b2, weight_dimension_numbers=numbers)
+        inner = optax.chain(inner, rows)
     return transformation.rule(
         "scale_by_mars_m",
         ScaleByMarsMState,
@@ -154,6 +157,7 @@ def mars_m(
     implementation: types.Implementation | None = None,
     eps_root_1d: jax.typing.ArrayLike | None = None,
     alpha: types.ScalarOrSchedule = 1.0,
+    row_b2: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-M: Muon on variance-reduced gradients, at AdamW's scale of updates.
 
