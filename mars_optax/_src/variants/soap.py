@@ -1,0 +1,300 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner, alone and on corrected gradients."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mars_optax._src import checks, manual, named, partition, previous, spread, trees, types
+from mars_optax._src.leaf import precision
+from mars_optax._src.leaf.momentum import bias_correction
+from mars_optax._src.leaf.root import root
+
+
+class ScaleBySoapState(NamedTuple):
+    """State of :func:`scale_by_soap`; each tree has the structure of the parameters.
+
+    The last four have for each leaf a stack (slices, n, n), n the length of the matrices' side, or
+    0 where that side is not preconditioned: dtype=precondition_dtype or at least float32.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
+    mu: optax.Updates  # average of g, dtype=mu_dtype or the parameter's
+    nu: optax.Updates  # average of |g|^2 in the bases, real, dtype=nu_dtype or at least float32
+    left: optax.Updates  # average of g g^H
+    right: optax.Updates  # average of g^H g
+    left_basis: optax.Updates  # approximate eigenvectors of `left`, its columns
+    right_basis: optax.Updates  # those of `right`
+
+
+@named.named
+def scale_by_soap(
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    shampoo_beta: jax.typing.ArrayLike | None = None,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+    one_sided: bool = False,
+    mu_dtype: types.DType = None,
+    nu_dtype: types.DType = None,
+    precondition_dtype: types.DType = None,
+    precondition_precision: types.Precision = "highest",
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+    eps_root: jax.typing.ArrayLike = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Rescales updates of matrices by Adam in the eigenbasis of Shampoo's preconditioner.
+
+    .. math::
+
+      m_t &= \beta_1 m_{t-1} + (1-\beta_1) g_t, \qquad
+      v_t = \beta_2 v_{t-1} + (1-\beta_2) |Q_L^H g_t Q_R|^2 \\
+      u_t &= Q_L \frac{Q_L^H m_t Q_R / (1-\beta_1^{t-1})}
+        {\sqrt{v_t / (1-\beta_2^{t-1}) + \varepsilon_\mathrm{root}} + \varepsilon} Q_R^H \\
+      L_t &= \beta L_{t-1} + (1-\beta) g_t g_t^H, \qquad
+      R_t = \beta R_{t-1} + (1-\beta) g_t^H g_t
+
+    for each matrix (in, out): a leaf of rank 2, or each slice of a leaf whose axes are declared.
+    Every `precondition_frequency` steps, after that, the bases take a step of power iteration:
+    :math:`Q_L` becomes the Q factor of :math:`L_t Q_L`, whose columns are ordered by their
+    eigenvalues' estimates, and :math:`v_t` with them; so for :math:`Q_R`. A side that is not
+    preconditioned has the identity for a basis; without any, this is :func:`optax.scale_by_adam`.
+
+    The first step finds the bases, by an eigendecomposition of :math:`L_1` and :math:`R_1`, and
+    nothing else: the direction is 0, and both averages begin with the second step, which is the
+    first for the bias corrections. In its own eigenbasis the first gradient is diagonal, and Adam
+    would bring what rounding leaves beside the diagonal to the size of the rest.
+
+    Args:
+      b1: Decay rate :math:`\beta_1` of the first moment, in [0, 1).
+      b2: Decay rate :math:`\beta_2` of the second moment, in [0, 1).
+      eps: :math:`\varepsilon` >= 0, outside the root and after the bias correction.
+      shampoo_beta: Decay rate :math:`\beta` of :math:`L` and :math:`R`, in [0, 1); None for `b2`.
+      precondition_frequency: Steps from one change of the bases to the next, an integer >= 1.
+      max_precond_dim: Longest side of a matrix that is preconditioned, an integer >= 0.
+      one_sided: Whether the longer side of each matrix is not preconditioned; of two equal ones
+        it is the output.
+      mu_dtype: Storage dtype of :math:`m`; None for each parameter's own.
+      nu_dtype: Storage dtype of :math:`v`; None for each parameter's, at least float32.
+      precondition_dtype: Storage dtype of :math:`L`, :math:`R` and their bases, of at least 16
+        bits; None for each parameter's, at least float32. In bfloat16 the bases are orthogonal to
+        two digits.
+      precondition_precision: Of all matrix products, as in :func:`jax.numpy.matmul`.
+      weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars_shampoo`. None:
+        every leaf is a matrix (in, out) of rank 2.
+      eps_root: :math:`\varepsilon_\mathrm{root}` >= 0, inside the root.
+
+    Returns:
+      A transformation with state :class:`ScaleBySoapState`. Directions have the sign of the
+      gradients, and their dtypes, at least float32.
+
+    Raises:
+      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
+        ``update``, if a gradient is not, or the state is another transformation's.
+      ValueError: If an argument is out of its range; at ``init``, if a leaf is no matrix, or inside
+        a ``shard_map`` may be a part of one; at ``update``, if the state is of other settings.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from mars_optax._src.variants import soap
+      >>> tx = soap.scale_by_soap()
+      >>> grads = jnp.array([[1.0, 2.0], [3.0, 5.0]])
+      >>> state = tx.init(grads)
+      >>> for _ in range(2):
+      ...     direction, state = tx.update(grads, state)
+      >>> print(f"{jnp.linalg.norm(direction):.1f}")
+      2.0
+
+    References:
+      Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
+      <https://arxiv.org/abs/2409.11321>`_, 2024, Algorithm 3. Reference code:
+      https://github.com/nikhilvyas/SOAP, which adds epsilon before the bias corrections, and
+      applies no weight decay at its first step.
+    """
+    checks.decay_rate("b1", b1)
+    checks.decay_rate("b2", b2)
+    checks.non_negative("eps", eps)
+    checks.non_negative("eps_root", eps_root)
+    beta = b2 if shampoo_beta is None else shampoo_beta
+    checks.decay_rate("shampoo_beta", beta)
+    checks.static_integer("precondition_frequency", precondition_frequency, least=1)
+    checks.static_integer("max_precond_dim", max_precond_dim, least=0)
+    checks.flag("one_sided", one_sided)
+    mu_dtype = checks.recursive_dtype("mu_dtype", mu_dtype)
+    nu_dtype = checks.recursive_dtype("nu_dtype", nu_dtype)
+    gram_dtype = checks.recursive_dtype("precondition_dtype", precondition_dtype)
+    partition.check_spec(weight_dimension_numbers)
+    matmul = functools.partial(jnp.matmul, precision=precondition_precision)
+
+    def axes_of(tree: Any) -> Any:
+        return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_at_rank_2)
+
+    def length(stack_shape: Sequence[int], side: int) -> int:
+        """That of a side of matrices, or 0 if it is not preconditioned."""
+        _, *fans = stack_shape
+        is_left_out = one_sided and side != (fans[0] > fans[1])
+        return 0 if is_left_out or fans[side] > max_precond_dim else fans[side]
+
+    def init_fn(params: optax.Params) -> ScaleBySoapState:
+        checks.inexact_leaves(params)
+        axes = axes_of(params)
+        partition.require_matrices(axes, params, "scale_by_soap")
+        partition.record_axes(axes)
+        manual.require_whole(params, None, "`init` of `scale_by_soap`")
+
+        def zeros(side: int) -> Any:
+            def on_leaf(p: Any, a: partition.Axes) -> jax.Array:
+                dtype = precision.compute_dtype(p) if gram_dtype is None else gram_dtype
+                zero = jnp.zeros_like(p, dtype=precision.storage_dtype(p, dtype))
+                # Made of zeros like the parameter, they lie on its devices.
+                rows = jnp.sum(a.to_stack(spread.whole(zero)), axis=2 - side)
+                rows = rows[:, : length(a.stack_shape(zero.shape), side)]
+                return rows[:, :, None] * rows[:, None, :]
+
+            return jax.tree.map(on_leaf, params, axes)
+
+        return ScaleBySoapState(
+            jnp.zeros([], jnp.int32),
+            previous.zeros(params, mu_dtype),
+            previous.zeros(params, nu_dtype, averages_squares=True),
+            *(zeros(side) for side in (0, 1, 0, 1)),
+        )
+
+    def rotated(x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+        """Q_L^H x Q_R, without the bases of sides that are not preconditioned."""
+        x = matmul(_adjoint(left), x) if left.size else x
+        return matmul(x, right) if right.size else x
+
+    def advance(count: jax.Array, *row: jax.Array) -> tuple[jax.Array, ...]:
+        """The direction of a stack, and its state before a change of the bases."""
+        dtype = precision.compute_dtype(*row)
+        x, mu, nu, left, right, *bases = (precision.widen(y, dtype) for y in row)
+        beta1, beta2, gram_beta, outside, inside = (
+            precision.widen_scalar(y, dtype) for y in (b1, b2, beta, eps, eps_root)
+        )
+        has_basis = any(basis.size for basis in bases)
+        is_skipped = (count == 0) & has_basis
+        step = jnp.maximum(count, 1) if has_basis else optax.safe_increment(count)
+        seen = jnp.where(is_skipped, 0, x)
+        mu = optax.tree.update_moment(seen, mu, beta1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(rotated(seen, *bases), nu, beta2, 2)
+        mu_hat = rotated(mu, *bases) / bias_correction(beta1, step).astype(dtype)
+        nu_hat = nu / bias_correction(beta2, step).astype(dtype)
+        direction = rotated(mu_hat / (root(nu_hat + inside) + outside), *map(_adjoint, bases))
+        left, right = (
+            gram_beta * gram + (1 - gram_beta) * matmul(y, _adjoint(y)) if gram.size else gram
+            for gram, y in ((left, x), (right, _adjoint(x)))
+        )
+        return jnp.where(is_skipped, 0, direction), mu, nu, left, right, *bases
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleBySoapState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ScaleBySoapState]:
+        del params
+        checks.state_type(state, ScaleBySoapState, "scale_by_soap")
+        checks.gradients(updates, state.mu, "`state.mu`")
+        checks.state_fields(state, {"nu": updates}, "scale_by_soap")
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
+        specs = manual.specs_of(extra_args, updates)
+        table: Any = trees.rows((updates, axes_of(updates), specs))
+        layouts = [_layout(path, *row) for path, row in zip(paths, table, strict=True)]
+        shapes = [layout.axes.stack_shape(layout.shape) for layout in layouts]
+        for side, field in ((0, "left"), (1, "right"), (0, "left_basis"), (1, "right_basis")):
+            struct: Any = jax.ShapeDtypeStruct  # untyped in JAX
+            wanted = [struct((s[0], *[length(s, side)] * 2), "float32") for s in shapes]
+            checks.same_shapes(
+                f"state.{field}",
+                getattr(state, field),
+                jax.tree.unflatten(jax.tree.structure(updates), wanted),
+                "these settings",
+                "Pass the state that `init` made with these settings.",
+            )
+        table = trees.rows((updates, *state[1:]))
+        rows = [
+            advance(state.count, *map(layout.stack, row[:3]), *row[3:])
+            for layout, row in zip(layouts, table, strict=True)
+        ]
+        changed = _changed(
+            [row[2:] for row in rows], state.count, precondition_frequency, precondition_precision
+        )
+        results = []
+        for layout, old, row, new in zip(layouts, table, rows, changed, strict=True):
+            leaves = map(layout.leaf, (*row[:2], new[0]), old)
+            direction, *kept = (*leaves, *new[1:])
+            results.append(
+                (direction, *(x.astype(y.dtype) for x, y in zip(kept, old[1:], strict=True)))
+            )
+        direction, *fields = trees.unzip(results, (updates, *state[1:]))
+        return direction, ScaleBySoapState(optax.safe_increment(state.count), *fields)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _Layout(NamedTuple):
+    """How the matrices of a leaf become a stack in which they are whole, and back."""
+
+    axes: partition.Axes
+    dims: tuple[int, ...]  # those of a matrix
+    names: list[Any]  # inside a shard_map, the mesh axes that divide each
+    shape: tuple[int, ...]  # of the leaf with whole matrices
+
+    def stack(self, x: jax.Array) -> jax.Array:
+        whole = manual.gathered(jnp.asarray(x), self.dims, self.names)
+        return self.axes.to_stack(spread.whole(whole))
+
+    def leaf(self, stack: jax.Array, like: jax.Array) -> jax.Array:
+        whole = self.axes.from_stack(stack, self.shape)
+        return spread.laid_out(manual.part(whole, like, self.dims, self.names), like)
+
+
+def _layout(path: tuple[Any, ...], x: Any, axes: partition.Axes, spec: Any) -> _Layout:
+    dims = axes.reduction + axes.output
+    names = manual.sharded(x, spec, dims, path, "SOAP")
+    return _Layout(axes, dims, names, jnp.shape(manual.gathered(x, dims, names)))
+
+
+def _adjoint(x: jax.Array) -> jax.Array:
+    return jnp.conj(jnp.swapaxes(x, 1, 2))
+
+
+@functools.partial(jax.jit, static_argnames="matmul_precision")
+def _changed(rows: Any, count: jax.Array, frequency: int, matmul_precision: Any) -> Any:
+    """Rows (nu, left, right, left_basis, right_basis) after the change of bases, if it is due.
+
+    Compiled: run eagerly, the branches would be compiled anew at every step.
+    """
+
+    def first(nu: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+        grams = matrices[:2]
+        # In the order of power iteration, large eigenvalues first.
+        return nu, *grams, *(jnp.flip(jnp.linalg.eigh(x)[1], 2) if x.size else x for x in grams)
+
+    def power_step(nu: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+        grams, bases = matrices[:2], []
+        for side, (gram, basis) in enumerate(zip(grams, matrices[2:], strict=True)):
+            if basis.size:
+                image = jnp.matmul(gram, basis, precision=matmul_precision)
+                sizes = jnp.sum(jnp.real(jnp.conj(basis) * image), axis=1, keepdims=True)
+                # QR keeps the span of the first columns: those of large eigenvalues are to be so.
+                order = jnp.argsort(-sizes, axis=2)
+                basis = jnp.linalg.qr(jnp.take_along_axis(image, order, axis=2))[0]
+                order = order if side else jnp.swapaxes(order, 1, 2)
+                nu = jnp.take_along_axis(nu, order, axis=1 + side)
+            bases.append(basis)
+        return nu, *grams, *bases
+
+    def each(fn: Callable[..., Any]) -> Any:
+        return lambda: [fn(*row) for row in rows]
+
+    return jax.lax.cond(
+        count % frequency == 0,
+        lambda: jax.lax.cond(count == 0, each(first), each(power_step)),
+        each(lambda *row: row),
+    )
