@@ -149,8 +149,8 @@ def scale_by_soap(
         def zeros(side: int) -> Any:
             def on_leaf(p: Any, a: partition.Axes) -> jax.Array:
                 dtype = precision.compute_dtype(p) if gram_dtype is None else gram_dtype
-                zero = jnp.zeros_like(p, dtype=precision.storage_dtype(p, dtype))
                 # Made of zeros like the parameter, they lie on its devices.
+                zero = previous.zeros(p, dtype)
                 rows = jnp.sum(a.to_stack(spread.whole(zero)), axis=2 - side)
                 rows = rows[:, : length(a.stack_shape(zero.shape), side)]
                 return rows[:, :, None] * rows[:, None, :]
@@ -186,7 +186,9 @@ def scale_by_soap(
         nu_hat = nu / bias_correction(beta2, step).astype(dtype)
         direction = rotated(mu_hat / (root(nu_hat + inside) + outside), *map(_adjoint, bases))
         left, right = (
-            gram_beta * gram + (1 - gram_beta) * matmul(y, _adjoint(y)) if gram.size else gram
+            _invariant(gram_beta * gram + (1 - gram_beta) * matmul(y, _adjoint(y)), gram)
+            if gram.size
+            else gram
             for gram, y in ((left, x), (right, _adjoint(x)))
         )
         return jnp.where(is_skipped, 0, direction), mu, nu, left, right, *bases
@@ -226,11 +228,9 @@ def scale_by_soap(
         )
         results = []
         for layout, old, row, new in zip(layouts, table, rows, changed, strict=True):
-            leaves = map(layout.leaf, (*row[:2], new[0]), old)
-            direction, *kept = (*leaves, *new[1:])
-            results.append(
-                (direction, *(x.astype(y.dtype) for x, y in zip(kept, old[1:], strict=True)))
-            )
+            direction, *moments = map(layout.leaf, (*row[:2], new[0]), old)
+            kept = zip((*moments, *new[1:]), old[1:], strict=True)
+            results.append((direction, *(x.astype(y.dtype) for x, y in kept)))
         direction, *fields = trees.unzip(results, (updates, *state[1:]))
         return direction, ScaleBySoapState(optax.safe_increment(state.count), *fields)
 
@@ -251,13 +251,28 @@ class _Layout(NamedTuple):
 
     def leaf(self, stack: jax.Array, like: jax.Array) -> jax.Array:
         whole = self.axes.from_stack(stack, self.shape)
-        return spread.laid_out(manual.part(whole, like, self.dims, self.names), like)
+        x = spread.laid_out(manual.part(whole, like, self.dims, self.names), like)
+        # On automatic axes the operand that is never chosen says where the result is to lie.
+        like = like if jnp.iscomplexobj(x) else jnp.real(like)
+        return jnp.where(jnp.zeros_like(like, dtype=bool), like.astype(x.dtype), x)
 
 
 def _layout(path: tuple[Any, ...], x: Any, axes: partition.Axes, spec: Any) -> _Layout:
     dims = axes.reduction + axes.output
     names = manual.sharded(x, spec, dims, path, "SOAP")
     return _Layout(axes, dims, names, jnp.shape(manual.gathered(x, dims, names)))
+
+
+def _invariant(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x`, equal on devices over which `like` does not vary, with that in its type.
+
+    In a shard_map the type of what was gathered does not say that it is equal on all devices.
+    """
+    names = tuple(sorted(manual.varying(x) - manual.varying(like)))
+    if not names:
+        return x
+    total: Any = jax.lax.psum  # untyped in JAX
+    return total(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names)
 
 
 def _adjoint(x: jax.Array) -> jax.Array:
