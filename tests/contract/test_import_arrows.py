@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "variants.lion",
         "variants.mars_m",
         "variants.shampoo",
+        "variants.soap",
         "variants.storm",
     ),
 )
@@ -59,6 +60,7 @@ BESIDE: frozenset[tuple[str, str]] = frozenset(
         ("variants.lion", "variants.adamw"),
         ("variants.mars_m", "variants.adamw"),
         ("variants.shampoo", "variants.adamw"),
+        ("variants.soap", "variants.adamw"),
         ("variants.storm", "variants.adamw"),
     }
 )

@@ -27,6 +27,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
 from mars_optax._src.kernels import shards
+from mars_optax._src.variants import soap
 from tests.support import interpreter, meshes
 
 ROOT = pathlib.Path(mars_optax.__file__).parent
@@ -272,6 +273,14 @@ EXAMPLES: tuple[Example, ...] = (
         "5 is the default.",
         "got 2.5",
         _later(_mars_m, 0.1, ns_steps=2.5),
+    ),
+    Example(
+        BUILT,
+        "A number that decides what is compiled (`precondition_frequency`, `max_precond_dim`) is no "
+        "Python integer, or too small.",
+        "`max_precond_dim=0` leaves every side of a matrix without a preconditioner.",
+        "got 0",
+        _later(soap.mars_soap, 0.1, precondition_frequency=0),
     ),
     Example(
         BUILT,

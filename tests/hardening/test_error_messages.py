@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
 import mars_optax
+from mars_optax._src.variants import soap
 from tests.contract import test_bad_input
 from tests.hardening import error_table
 
@@ -27,6 +28,10 @@ _FURTHER: dict[str, Callable[[], Any]] = {
     "weight_decay": lambda: mars_optax.mars(0.1, weight_decay="0.1"),
     "weight_decay_1d": lambda: mars_optax.mars_m(0.1, weight_decay_1d="0.1"),
     "optimize_1d": lambda: mars_optax.mars_lion(0.1, optimize_1d=None),
+    "shampoo_beta": lambda: soap.mars_soap(0.1, shampoo_beta=1.0),
+    "max_precond_dim": lambda: soap.mars_soap(0.1, max_precond_dim=jnp.asarray(8)),
+    "one_sided": lambda: soap.mars_soap(0.1, one_sided="left"),
+    "precondition_dtype": lambda: soap.mars_soap(0.1, precondition_dtype="float8_e4m3fn"),
     "nesterov": lambda: mars_optax.storm_adamw(0.1, nesterov="yes"),
     "rescale": lambda: mars_optax.cautious(mars_optax.scale_by_mars(), rescale="median"),
     "optimizer": lambda: mars_optax.fused_step(None, {}, (), {}),

@@ -8,10 +8,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, manual, named, partition, previous, spread, trees, types
+from mars_optax._src import (
+    checks,
+    fused,
+    links,
+    manual,
+    named,
+    partition,
+    previous,
+    spread,
+    trees,
+    types,
+)
 from mars_optax._src.leaf import precision
 from mars_optax._src.leaf.momentum import bias_correction
 from mars_optax._src.leaf.root import root
+from mars_optax._src.variants import adamw
 
 
 class ScaleBySoapState(NamedTuple):
@@ -43,7 +55,6 @@ def scale_by_soap(
     mu_dtype: types.DType = None,
     nu_dtype: types.DType = None,
     precondition_dtype: types.DType = None,
-    precondition_precision: types.Precision = "highest",
     weight_dimension_numbers: types.WeightDimensionNumbers = None,
     eps_root: jax.typing.ArrayLike = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -61,18 +72,19 @@ def scale_by_soap(
     for each matrix (in, out): a leaf of rank 2, or each slice of a leaf whose axes are declared.
     Every `precondition_frequency` steps, after that, the bases take a step of power iteration:
     :math:`Q_L` becomes the Q factor of :math:`L_t Q_L`, whose columns are ordered by their
-    eigenvalues' estimates, and :math:`v_t` with them; so for :math:`Q_R`. A side that is not
+    estimated eigenvalues, and :math:`v_t` with them; so for :math:`Q_R`. A side that is not
     preconditioned has the identity for a basis; without any, this is :func:`optax.scale_by_adam`.
 
-    The first step finds the bases, by an eigendecomposition of :math:`L_1` and :math:`R_1`, and
-    nothing else: the direction is 0, and both averages begin with the second step, which is the
-    first for the bias corrections. In its own eigenbasis the first gradient is diagonal, and Adam
-    would bring what rounding leaves beside the diagonal to the size of the rest.
+    As in the reference code the first step only finds the bases, by an eigendecomposition of
+    :math:`L_1` and :math:`R_1`. Its direction is 0, and :math:`m_1 = v_1 = 0`. In its own
+    eigenbasis the first gradient is diagonal, and Adam would bring what rounding leaves beside the
+    diagonal to the size of the rest. Until enough gradients have come, eigenvectors of 0 are
+    arbitrary, and with them the directions: those of two devices or programs may differ.
 
     Args:
       b1: Decay rate :math:`\beta_1` of the first moment, in [0, 1).
       b2: Decay rate :math:`\beta_2` of the second moment, in [0, 1).
-      eps: :math:`\varepsilon` >= 0, outside the root and after the bias correction.
+      eps: :math:`\varepsilon` >= 0, outside the root.
       shampoo_beta: Decay rate :math:`\beta` of :math:`L` and :math:`R`, in [0, 1); None for `b2`.
       precondition_frequency: Steps from one change of the bases to the next, an integer >= 1.
       max_precond_dim: Longest side of a matrix that is preconditioned, an integer >= 0.
@@ -83,7 +95,6 @@ def scale_by_soap(
       precondition_dtype: Storage dtype of :math:`L`, :math:`R` and their bases, of at least 16
         bits; None for each parameter's, at least float32. In bfloat16 the bases are orthogonal to
         two digits.
-      precondition_precision: Of all matrix products, as in :func:`jax.numpy.matmul`.
       weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars_shampoo`. None:
         every leaf is a matrix (in, out) of rank 2.
       eps_root: :math:`\varepsilon_\mathrm{root}` >= 0, inside the root.
@@ -93,8 +104,8 @@ def scale_by_soap(
       gradients, and their dtypes, at least float32.
 
     Raises:
-      TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
-        ``update``, if a gradient is not, or the state is another transformation's.
+      TypeError: If an argument is of the wrong kind, a parameter or gradient is not inexact, or a
+        state is another transformation's.
       ValueError: If an argument is out of its range; at ``init``, if a leaf is no matrix, or inside
         a ``shard_map`` may be a part of one; at ``update``, if the state is of other settings.
 
@@ -112,8 +123,7 @@ def scale_by_soap(
     References:
       Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
       <https://arxiv.org/abs/2409.11321>`_, 2024, Algorithm 3. Reference code:
-      https://github.com/nikhilvyas/SOAP, which adds epsilon before the bias corrections, and
-      applies no weight decay at its first step.
+      https://github.com/nikhilvyas/SOAP, which adds epsilon before the bias corrections.
     """
     checks.decay_rate("b1", b1)
     checks.decay_rate("b2", b2)
@@ -128,7 +138,6 @@ def scale_by_soap(
     nu_dtype = checks.recursive_dtype("nu_dtype", nu_dtype)
     gram_dtype = checks.recursive_dtype("precondition_dtype", precondition_dtype)
     partition.check_spec(weight_dimension_numbers)
-    matmul = functools.partial(jnp.matmul, precision=precondition_precision)
 
     def axes_of(tree: Any) -> Any:
         return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_at_rank_2)
@@ -164,11 +173,6 @@ def scale_by_soap(
             *(zeros(side) for side in (0, 1, 0, 1)),
         )
 
-    def rotated(x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-        """Q_L^H x Q_R, without the bases of sides that are not preconditioned."""
-        x = matmul(_adjoint(left), x) if left.size else x
-        return matmul(x, right) if right.size else x
-
     def advance(count: jax.Array, *row: jax.Array) -> tuple[jax.Array, ...]:
         """The direction of a stack, and its state before a change of the bases."""
         dtype = precision.compute_dtype(*row)
@@ -181,12 +185,12 @@ def scale_by_soap(
         step = jnp.maximum(count, 1) if has_basis else optax.safe_increment(count)
         seen = jnp.where(is_skipped, 0, x)
         mu = optax.tree.update_moment(seen, mu, beta1, 1)
-        nu = optax.tree.update_moment_per_elem_norm(rotated(seen, *bases), nu, beta2, 2)
-        mu_hat = rotated(mu, *bases) / bias_correction(beta1, step).astype(dtype)
+        nu = optax.tree.update_moment_per_elem_norm(_rotated(seen, *bases), nu, beta2, 2)
+        mu_hat = _rotated(mu, *bases) / bias_correction(beta1, step).astype(dtype)
         nu_hat = nu / bias_correction(beta2, step).astype(dtype)
-        direction = rotated(mu_hat / (root(nu_hat + inside) + outside), *map(_adjoint, bases))
+        direction = _rotated(mu_hat / (root(nu_hat + inside) + outside), *map(_adjoint, bases))
         left, right = (
-            _invariant(gram_beta * gram + (1 - gram_beta) * matmul(y, _adjoint(y)), gram)
+            _invariant(gram_beta * gram + (1 - gram_beta) * _matmul(y, _adjoint(y)), gram)
             if gram.size
             else gram
             for gram, y in ((left, x), (right, _adjoint(x)))
@@ -208,24 +212,19 @@ def scale_by_soap(
         table: Any = trees.rows((updates, axes_of(updates), specs))
         layouts = [_layout(path, *row) for path, row in zip(paths, table, strict=True)]
         shapes = [layout.axes.stack_shape(layout.shape) for layout in layouts]
-        for side, field in ((0, "left"), (1, "right"), (0, "left_basis"), (1, "right_basis")):
+        for i, field in enumerate(state._fields[3:]):
             struct: Any = jax.ShapeDtypeStruct  # untyped in JAX
-            wanted = [struct((s[0], *[length(s, side)] * 2), "float32") for s in shapes]
-            checks.same_shapes(
-                f"state.{field}",
-                getattr(state, field),
-                jax.tree.unflatten(jax.tree.structure(updates), wanted),
-                "these settings",
-                "Pass the state that `init` made with these settings.",
-            )
+            squares = [struct((s[0], *2 * [length(s, i % 2)]), "float32") for s in shapes]
+            wanted = jax.tree.unflatten(jax.tree.structure(updates), squares)
+            advice = "Pass the state that `init` made with these settings."
+            got = getattr(state, field)
+            checks.same_shapes(f"state.{field}", got, wanted, "these settings", advice)
         table = trees.rows((updates, *state[1:]))
         rows = [
             advance(state.count, *map(layout.stack, row[:3]), *row[3:])
             for layout, row in zip(layouts, table, strict=True)
         ]
-        changed = _changed(
-            [row[2:] for row in rows], state.count, precondition_frequency, precondition_precision
-        )
+        changed = _changed([row[2:] for row in rows], state.count, precondition_frequency)
         results = []
         for layout, old, row, new in zip(layouts, table, rows, changed, strict=True):
             direction, *moments = map(layout.leaf, (*row[:2], new[0]), old)
@@ -272,15 +271,27 @@ def _invariant(x: jax.Array, like: jax.Array) -> jax.Array:
     if not names:
         return x
     total: Any = jax.lax.psum  # untyped in JAX
-    return total(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names)
+    result: jax.Array = total(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names)
+    return result
 
 
 def _adjoint(x: jax.Array) -> jax.Array:
     return jnp.conj(jnp.swapaxes(x, 1, 2))
 
 
-@functools.partial(jax.jit, static_argnames="matmul_precision")
-def _changed(rows: Any, count: jax.Array, frequency: int, matmul_precision: Any) -> Any:
+# The default of some devices has three digits: what it leaves of large directions in small ones
+# Adam would bring to size.
+_matmul = functools.partial(jnp.matmul, precision="highest")
+
+
+def _rotated(x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Q_L^H x Q_R, without the bases of sides that are not preconditioned."""
+    x = _matmul(_adjoint(left), x) if left.size else x
+    return _matmul(x, right) if right.size else x
+
+
+@jax.jit
+def _changed(rows: Any, count: jax.Array, frequency: int) -> Any:
     """Rows (nu, left, right, left_basis, right_basis) after the change of bases, if it is due.
 
     Compiled: run eagerly, the branches would be compiled anew at every step.
@@ -295,7 +306,7 @@ def _changed(rows: Any, count: jax.Array, frequency: int, matmul_precision: Any)
         grams, bases = matrices[:2], []
         for side, (gram, basis) in enumerate(zip(grams, matrices[2:], strict=True)):
             if basis.size:
-                image = jnp.matmul(gram, basis, precision=matmul_precision)
+                image = _matmul(gram, basis)
                 sizes = jnp.sum(jnp.real(jnp.conj(basis) * image), axis=1, keepdims=True)
                 # QR keeps the span of the first columns: those of large eigenvalues are to be so.
                 order = jnp.argsort(-sizes, axis=2)
@@ -312,4 +323,156 @@ def _changed(rows: Any, count: jax.Array, frequency: int, matmul_precision: Any)
         count % frequency == 0,
         lambda: jax.lax.cond(count == 0, each(first), each(power_step)),
         each(lambda *row: row),
+    )
+
+
+@named.named
+def scale_by_mars_soap(
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    gamma: types.ScalarOrSchedule = 0.025,
+    *,
+    shampoo_beta: jax.typing.ArrayLike | None = None,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+    one_sided: bool = False,
+    max_norm: jax.typing.ArrayLike | None = 1.0,
+    correction: types.Correction = "approx",
+    first_step: types.FirstStep = "zeros",
+    mu_dtype: types.DType = None,
+    nu_dtype: types.DType = None,
+    precondition_dtype: types.DType = None,
+    prev_grad_dtype: types.DType = None,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+    eps_root: jax.typing.ArrayLike = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Rescales updates of matrices by SOAP on corrected and clipped gradients.
+
+    The :math:`g_t` of :func:`scale_by_soap`, where the new arguments are described, is the
+    :math:`\tilde c_t` of :func:`scale_by_mars_m`. With ``max_precond_dim=0`` this is
+    :func:`scale_by_mars`.
+    """
+    checks.choice("correction", correction, ("approx", "exact", "none"))
+    soap = scale_by_soap(
+        b1,
+        b2,
+        eps,
+        shampoo_beta=shampoo_beta,
+        precondition_frequency=precondition_frequency,
+        max_precond_dim=max_precond_dim,
+        one_sided=one_sided,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        precondition_dtype=precondition_dtype,
+        weight_dimension_numbers=weight_dimension_numbers,
+        eps_root=eps_root,
+    )
+    clip = links.clip_by_leaf_norm(max_norm, weight_dimension_numbers=weight_dimension_numbers)
+    if correction == "none":
+        return optax.chain(clip, soap)
+    correct = links.correct_gradients(
+        gamma, b1, correction=correction, first_step=first_step, prev_grad_dtype=prev_grad_dtype
+    )
+    return optax.chain(correct, clip, soap)
+
+
+@named.named
+def mars_soap(  # noqa: D417 (the others are those of all optimizers)
+    learning_rate: types.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    gamma: types.ScalarOrSchedule = 0.025,
+    weight_decay: types.ScalarOrSchedule = 0.0,
+    mask: types.Mask | None = None,
+    *,
+    shampoo_beta: jax.typing.ArrayLike | None = None,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+    one_sided: bool = False,
+    max_norm: jax.typing.ArrayLike | None = 1.0,
+    correction: types.Correction = "approx",
+    first_step: types.FirstStep = "zeros",
+    learning_rate_1d: types.ScalarOrSchedule | None = None,
+    b1_1d: jax.typing.ArrayLike = 0.9,
+    b2_1d: jax.typing.ArrayLike = 0.95,
+    eps_1d: jax.typing.ArrayLike | None = None,
+    weight_decay_1d: types.ScalarOrSchedule | None = None,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+    mu_dtype: types.DType = None,
+    nu_dtype: types.DType = None,
+    precondition_dtype: types.DType = None,
+    prev_grad_dtype: types.DType = None,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    eps_root_1d: jax.typing.ArrayLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""MARS-SOAP: matrices by :func:`scale_by_mars_soap`, other leaves by AdamW with `*_1d`.
+
+    Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
+    :math:`u_t` of :func:`scale_by_soap`, whose docstring has the equations and the first step.
+
+    Args:
+      b2: Decay rate of the second moment of matrices, in [0, 1).
+      shampoo_beta: That of the preconditioner's averages, in [0, 1); None for `b2`.
+      precondition_frequency: Steps from one change of the bases to the next, an integer >= 1.
+      max_precond_dim: Longest side of a matrix that is preconditioned, an integer >= 0.
+      one_sided: Whether the longer side of each matrix is not preconditioned.
+      precondition_dtype: Storage dtype of the averages and bases of the preconditioner; None for
+        each parameter's, at least float32.
+    """
+    rates = {
+        "matrix": (learning_rate, weight_decay),
+        "vector": (
+            learning_rate if learning_rate_1d is None else learning_rate_1d,
+            weight_decay if weight_decay_1d is None else weight_decay_1d,
+        ),
+    }
+    matrix_rule = functools.partial(
+        scale_by_mars_soap,
+        b1,
+        b2,
+        eps,
+        gamma,
+        shampoo_beta=shampoo_beta,
+        precondition_frequency=precondition_frequency,
+        max_precond_dim=max_precond_dim,
+        one_sided=one_sided,
+        max_norm=max_norm,
+        correction=correction,
+        first_step=first_step,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        precondition_dtype=precondition_dtype,
+        prev_grad_dtype=prev_grad_dtype,
+        eps_root=eps_root,
+    )
+    matrix_rule()
+    vector_rule = adamw.vector_adamw(
+        b1_1d,
+        b2_1d,
+        eps if eps_1d is None else eps_1d,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        eps_root_1d=eps_root if eps_root_1d is None else eps_root_1d,
+    )
+
+    def parts(tree: Any) -> Any:
+        axes = partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_at_rank_2)
+        labels = jax.tree.map(lambda a: "matrix" if a.is_matrix else "vector", axes)
+        numbers = jax.tree.map(
+            lambda a: a.dimension_numbers if a.is_matrix else optax.MaskedNode(), axes
+        )
+        rules = {"matrix": matrix_rule(weight_dimension_numbers=numbers), "vector": vector_rule}
+        chains = {
+            label: fused.Chain(rule, *rates[label], None).link(mask)
+            for label, rule in rules.items()
+        }
+        return optax.partition(chains, labels)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: parts(params).init(params),
+        lambda updates, state, params=None, **extra_args: parts(updates).update(
+            updates, state, params, **extra_args
+        ),
     )
