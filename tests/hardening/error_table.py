@@ -276,7 +276,7 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         BUILT,
-        "A number that decides what is compiled (`precondition_frequency`, `max_precond_dim`) is no "
+        "A number that is part of the program (`precondition_frequency`, `max_precond_dim`) is no "
         "Python integer, or too small.",
         "`max_precond_dim=0` leaves every side of a matrix without a preconditioner.",
         "got 0",
