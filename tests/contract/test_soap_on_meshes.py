@@ -40,10 +40,10 @@ def _grads(t: int) -> dict[str, np.ndarray]:
     return {k: rng.normal(size=shape).astype(np.float32) for k, (shape, *_) in _LEAVES.items()}
 
 
-def _tx() -> Any:
+def _tx(one_sided: bool = True) -> Any:
     return soap.scale_by_soap(
         precondition_frequency=2,
-        one_sided=True,
+        one_sided=one_sided,
         weight_dimension_numbers={name: axes for name, (_, axes, _, _) in _LEAVES.items()},
     )
 
@@ -87,6 +87,16 @@ class MeshTest(parameterized.TestCase):
         for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(last), strict=True):
             self.assertTrue(before.sharding.is_equivalent_to(after.sharding, after.ndim))
         trees.assert_close((direction, last), _signless(_expected(), (direction, last)), **_NEAR)
+
+    def test_directions_lie_as_gradients_also_where_both_sides_are_rotated(self):
+        mesh, tx = meshes.mesh(AxisType.Auto), _tx(one_sided=False)
+        placed = {
+            k: jax.device_put(x, NamedSharding(mesh, _SPECS[k])) for k, x in _grads(0).items()
+        }
+        direction, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
+        for name, x in direction.items():
+            wanted = placed[name].sharding
+            self.assertTrue(x.sharding.is_equivalent_to(wanted, x.ndim), f"{name}: {x.sharding}")
 
     @parameterized.parameters(True, False)
     def test_inside_a_shard_map_the_state_is_that_outside(self, check_vma: bool):

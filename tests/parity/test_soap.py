@@ -293,6 +293,15 @@ class ExecutionTest(parameterized.TestCase):
             for _ in range(4):  # with a change of the bases, and without
                 _, state = self.tx.update(grads, state)
 
+    def test_no_product_is_in_the_low_precision_of_a_device(self):
+        grads = {"stack": jnp.ones((2, 3, 3)), "square": jnp.ones((4, 4))}
+        program = str(jax.make_jaxpr(self.tx.update)(grads, self.tx.init(grads)))
+        products = program.count("dot_general[")
+        self.assertGreater(products, 8)
+        self.assertEqual(
+            program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)"), products
+        )
+
     @parameterized.parameters("bfloat16", "float16", "float32", "float64", "complex64")
     def test_the_types_of_the_state_stay(self, dtype):
         with trees.float64():
