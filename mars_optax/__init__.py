@@ -24,6 +24,13 @@ from mars_optax._src.variants.shampoo import (
     mars_shampoo,
     scale_by_mars_shampoo,
 )
+from mars_optax._src.variants.soap import (
+    MarsSoapState,
+    ScaleByMarsSoapState,
+    ScaleBySoapState,
+    mars_soap,
+    scale_by_mars_soap,
+)
 from mars_optax._src.variants.storm import StormAdamwState, storm_adamw
 from mars_optax._src.wrappers import cautious, ignore_absent_gradients
 from mars_optax._version import __version__ as __version__
@@ -37,11 +44,14 @@ __all__ = [
     "MarsLionState",
     "MarsMState",
     "MarsShampooState",
+    "MarsSoapState",
     "MarsState",
     "ScaleByMarsLionState",
     "ScaleByMarsMState",
     "ScaleByMarsShampooState",
+    "ScaleByMarsSoapState",
     "ScaleByMarsState",
+    "ScaleBySoapState",
     "StormAdamwState",
     "VarianceReducedState",
     "cautious",
@@ -56,11 +66,13 @@ __all__ = [
     "mars_lion",
     "mars_m",
     "mars_shampoo",
+    "mars_soap",
     "orthogonalize",
     "scale_by_mars",
     "scale_by_mars_lion",
     "scale_by_mars_m",
     "scale_by_mars_shampoo",
+    "scale_by_mars_soap",
     "stochastic_apply_updates",
     "storm_adamw",
     "variance_reduced",

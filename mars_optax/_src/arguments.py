@@ -77,6 +77,14 @@ Args:
   ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
   ns_dtype: The dtype of the iteration.
   ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
+  shampoo_beta: Decay rate of the averages of the preconditioner, in [0, 1); None for `b2`.
+  precondition_frequency: Steps from one change of the bases to the next, an integer >= 1.
+  max_precond_dim: Longest side of a matrix that is preconditioned, an integer >= 0.
+  one_sided: Whether the longer side of each matrix is not preconditioned; of two equal ones it is
+    the output.
+  precondition_dtype: Storage dtype of the averages and bases of the preconditioner, of at least 16
+    bits; None for each parameter's, at least float32. In bfloat16 the bases are orthogonal to two
+    digits.
   row_b2: Decay rate, in [0, 1), of a running mean square of each row of the orthogonalized matrix
     (each entry of its output axes), by whose root rows are divided before the matrix is scaled to
     its norm again, as in NorMuon (Li et al., `arXiv 2510.05491

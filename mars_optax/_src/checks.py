@@ -90,6 +90,15 @@ def steps(name: str, value: Any) -> None:
         )
 
 
+def static_integer(name: str, value: Any, least: int) -> None:
+    """An integer that decides what is compiled, or how long it takes: no array."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise ValueError(
+            f"`{name}`: expected an integer >= {least}, got {value!r}. Pass one; name it in "
+            "`static_args` of `optax.inject_hyperparams`."
+        )
+
+
 def choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """One of a few values."""
     if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):

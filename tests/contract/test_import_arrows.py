@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "variants.lion",
         "variants.mars_m",
         "variants.shampoo",
+        "variants.soap",
         "variants.storm",
     ),
 )
@@ -68,6 +69,7 @@ BESIDE: frozenset[tuple[str, str]] = frozenset(
         ("variants.lion", "variants.adamw"),
         ("variants.mars_m", "variants.adamw"),
         ("variants.shampoo", "variants.adamw"),
+        ("variants.soap", "variants.adamw"),
         ("variants.storm", "variants.adamw"),
     }
 )

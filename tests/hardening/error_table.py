@@ -275,6 +275,14 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         BUILT,
+        "A number that is part of the program (`precondition_frequency`, `max_precond_dim`) is no "
+        "Python integer, or too small.",
+        "`max_precond_dim=0` leaves every side of a matrix without a preconditioner.",
+        "got 0",
+        _later(mars_optax.mars_soap, 0.1, precondition_frequency=0),
+    ),
+    Example(
+        BUILT,
         "A choice by name does not exist (`correction`, `first_step`, `second_moment`, "
         "`implementation`, `rescale`).",
         "The message lists what there is.",

@@ -1,0 +1,429 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner, alone and on corrected gradients."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mars_optax._src import (
+    assembly,
+    checks,
+    in_shard_map,
+    mesh,
+    named,
+    partition,
+    transformation,
+    trees,
+    types,
+)
+from mars_optax._src.adaptive import Gamma
+from mars_optax._src.leaf import precision
+from mars_optax._src.leaf.momentum import bias_correction
+from mars_optax._src.leaf.root import root
+from mars_optax._src.states import State
+from mars_optax._src.variants import adamw
+
+
+class ScaleBySoapState(NamedTuple):
+    """State of :func:`scale_by_soap`; each tree has the structure of the parameters.
+
+    The last four have for each leaf a stack (slices, n, n), n the length of the matrices' side, or
+    0 where that side is not preconditioned: dtype=precondition_dtype or at least float32.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
+    mu: optax.Updates  # average of g, dtype=mu_dtype or the parameter's
+    nu: optax.Updates  # average of |g|^2 in the bases, real, dtype=nu_dtype or at least float32
+    left: optax.Updates  # average of g g^H
+    right: optax.Updates  # average of g^H g
+    left_basis: optax.Updates  # approximate eigenvectors of `left`, its columns
+    right_basis: optax.Updates  # those of `right`
+
+
+def scale_by_soap(
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    shampoo_beta: jax.typing.ArrayLike | None = None,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+    one_sided: bool = False,
+    mu_dtype: types.DType = None,
+    nu_dtype: types.DType = None,
+    precondition_dtype: types.DType = None,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+    eps_root: jax.typing.ArrayLike = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """The preconditioner of :func:`scale_by_mars_soap`, alone."""
+    checks.decay_rate("b1", b1)
+    checks.decay_rate("b2", b2)
+    checks.non_negative("eps", eps)
+    checks.non_negative("eps_root", eps_root)
+    beta = b2 if shampoo_beta is None else shampoo_beta
+    checks.decay_rate("shampoo_beta", beta)
+    checks.static_integer("precondition_frequency", precondition_frequency, least=1)
+    checks.static_integer("max_precond_dim", max_precond_dim, least=0)
+    checks.flag("one_sided", one_sided)
+    mu_dtype = checks.recursive_dtype("mu_dtype", mu_dtype)
+    nu_dtype = checks.recursive_dtype("nu_dtype", nu_dtype)
+    gram_dtype = checks.recursive_dtype("precondition_dtype", precondition_dtype)
+    partition.check_spec(weight_dimension_numbers)
+
+    def axes_of(tree: Any) -> Any:
+        return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_at_rank_2)
+
+    def length(stack_shape: Sequence[int], side: int) -> int:
+        """That of a side of matrices, or 0 if it is not preconditioned."""
+        _, *fans = stack_shape
+        is_left_out = one_sided and side != (fans[0] > fans[1])
+        return 0 if is_left_out or fans[side] > max_precond_dim else fans[side]
+
+    def init_fn(params: optax.Params) -> ScaleBySoapState:
+        checks.inexact_leaves(params)
+        axes = axes_of(params)
+        partition.require_matrices(axes, params, "scale_by_soap")
+        partition.record_axes(axes)
+        in_shard_map.require_whole(params, None, "`init` of `scale_by_soap`")
+
+        def zeros(side: int) -> Any:
+            def on_leaf(p: Any, a: partition.Axes) -> jax.Array:
+                dtype = precision.compute_dtype(p) if gram_dtype is None else gram_dtype
+                # Made of zeros like the parameter, they lie on its devices.
+                zero = trees.zeros(p, dtype)
+                rows = jnp.sum(a.to_stack(mesh.whole(zero)), axis=2 - side)
+                rows = rows[:, : length(a.stack_shape(zero.shape), side)]
+                return rows[:, :, None] * rows[:, None, :]
+
+            return jax.tree.map(on_leaf, params, axes)
+
+        return ScaleBySoapState(
+            jnp.zeros([], jnp.int32),
+            trees.zeros(params, mu_dtype),
+            trees.zeros(params, nu_dtype, averages_squares=True),
+            *(zeros(side) for side in (0, 1, 0, 1)),
+        )
+
+    def advance(count: jax.Array, *row: jax.Array) -> tuple[jax.Array, ...]:
+        """The direction of a stack, and its state before a change of the bases."""
+        dtype = precision.compute_dtype(*row)
+        x, mu, nu, left, right, *bases = (precision.widen(y, dtype) for y in row)
+        beta1, beta2, gram_beta, outside, inside = (
+            precision.widen_scalar(y, dtype) for y in (b1, b2, beta, eps, eps_root)
+        )
+        has_basis = any(basis.size for basis in bases)
+        is_skipped = (count == 0) & has_basis
+        step = jnp.maximum(count, 1) if has_basis else optax.safe_increment(count)
+        seen = jnp.where(is_skipped, 0, x)
+        mu = optax.tree.update_moment(seen, mu, beta1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(_rotated(seen, *bases), nu, beta2, 2)
+        mu_hat = _rotated(mu, *bases) / bias_correction(beta1, step).astype(dtype)
+        nu_hat = nu / bias_correction(beta2, step).astype(dtype)
+        direction = _rotated(mu_hat / (root(nu_hat + inside) + outside), *map(_adjoint, bases))
+        left, right = (
+            _invariant(gram_beta * gram + (1 - gram_beta) * _matmul(y, _adjoint(y)), gram)
+            if gram.size
+            else gram
+            for gram, y in ((left, x), (right, _adjoint(x)))
+        )
+        return jnp.where(is_skipped, 0, direction), mu, nu, left, right, *bases
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleBySoapState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ScaleBySoapState]:
+        del params
+        checks.state_type(state, ScaleBySoapState, "scale_by_soap")
+        checks.gradients(updates, state.mu, "`state.mu`")
+        checks.state_fields(state, {"nu": updates}, "scale_by_soap")
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
+        specs = in_shard_map.specs_of(extra_args, updates)
+        table: Any = trees.rows((updates, axes_of(updates), specs))
+        layouts = [_layout(path, *row) for path, row in zip(paths, table, strict=True)]
+        shapes = [layout.axes.stack_shape(layout.shape) for layout in layouts]
+        for i, field in enumerate(state._fields[3:]):
+            struct: Any = jax.ShapeDtypeStruct  # untyped in JAX
+            squares = [struct((s[0], *2 * [length(s, i % 2)]), "float32") for s in shapes]
+            wanted = jax.tree.unflatten(jax.tree.structure(updates), squares)
+            advice = "Pass the state that `init` made with these settings."
+            got = getattr(state, field)
+            checks.same_shapes(f"state.{field}", got, wanted, "these settings", advice)
+        table = trees.rows((updates, *state[1:]))
+        rows = [
+            advance(state.count, *map(layout.stack, row[:3]), *row[3:])
+            for layout, row in zip(layouts, table, strict=True)
+        ]
+        changed = _changed([row[2:] for row in rows], state.count, precondition_frequency)
+        results = []
+        for layout, old, row, new in zip(layouts, table, rows, changed, strict=True):
+            direction, *moments = map(layout.leaf, (*row[:2], new[0]), old)
+            kept = zip((*moments, *new[1:]), old[1:], strict=True)
+            results.append((direction, *(x.astype(y.dtype) for x, y in kept)))
+        direction, *fields = trees.unzip(results, (updates, *state[1:]))
+        return direction, ScaleBySoapState(optax.safe_increment(state.count), *fields)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _Layout(NamedTuple):
+    """How the matrices of a leaf become a stack in which they are whole, and back."""
+
+    axes: partition.Axes
+    dims: tuple[int, ...]  # those of a matrix
+    names: list[Any]  # inside a shard_map, the mesh axes that divide each
+    shape: tuple[int, ...]  # of the leaf with whole matrices
+
+    def stack(self, x: jax.Array) -> jax.Array:
+        whole = mesh.gathered(jnp.asarray(x), self.dims, self.names)
+        return self.axes.to_stack(mesh.whole(whole))
+
+    def leaf(self, stack: jax.Array, like: jax.Array) -> jax.Array:
+        whole = self.axes.from_stack(stack, self.shape)
+        x = mesh.laid_out(mesh.part(whole, self.dims, self.names), like)
+        # On automatic axes the operand that is never chosen says where the result is to lie.
+        like = like if jnp.iscomplexobj(x) else jnp.real(like)
+        return jnp.where(jnp.zeros_like(like, dtype=bool), like.astype(x.dtype), x)
+
+
+def _layout(path: tuple[Any, ...], x: Any, axes: partition.Axes, spec: Any) -> _Layout:
+    dims = axes.reduction + axes.output
+    names = in_shard_map.sharded(x, spec, dims, path, "SOAP")
+    return _Layout(axes, dims, names, jnp.shape(mesh.gathered(x, dims, names)))
+
+
+def _invariant(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x`, equal on devices over which `like` does not vary, with that in its type.
+
+    In a shard_map the type of what was gathered does not say that it is equal on all devices.
+    """
+    names = tuple(sorted(mesh.varying(x) - mesh.varying(like)))
+    if not names:
+        return x
+    total: Any = jax.lax.psum  # untyped in JAX
+    result: jax.Array = total(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names)
+    return result
+
+
+def _adjoint(x: jax.Array) -> jax.Array:
+    return jnp.conj(jnp.swapaxes(x, 1, 2))
+
+
+# The default of some devices has three digits: what it leaves of large directions in small ones
+# Adam would bring to size.
+_matmul = functools.partial(jnp.matmul, precision="highest")
+
+
+def _rotated(x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Q_L^H x Q_R, without the bases of sides that are not preconditioned."""
+    x = _matmul(_adjoint(left), x) if left.size else x
+    return _matmul(x, right) if right.size else x
+
+
+@jax.jit
+def _changed(rows: Any, count: jax.Array, frequency: int) -> Any:
+    """Rows (nu, left, right, left_basis, right_basis) after the change of bases, if it is due.
+
+    Compiled: run eagerly, the branches would be compiled anew at every step.
+    """
+
+    def first(nu: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+        grams = matrices[:2]
+        # In the order of power iteration, large eigenvalues first.
+        return nu, *grams, *(jnp.flip(jnp.linalg.eigh(x)[1], 2) if x.size else x for x in grams)
+
+    def power_step(nu: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+        grams, bases = matrices[:2], []
+        for side, (gram, basis) in enumerate(zip(grams, matrices[2:], strict=True)):
+            if basis.size:
+                image = _matmul(gram, basis)
+                sizes = jnp.sum(jnp.real(jnp.conj(basis) * image), axis=1, keepdims=True)
+                # QR keeps the span of the first columns: those of large eigenvalues are to be so.
+                order = jnp.argsort(-sizes, axis=2)
+                basis = jnp.linalg.qr(jnp.take_along_axis(image, order, axis=2))[0]
+                order = order if side else jnp.swapaxes(order, 1, 2)
+                nu = jnp.take_along_axis(nu, order, axis=1 + side)
+            bases.append(basis)
+        return nu, *grams, *bases
+
+    def each(fn: Callable[..., Any]) -> Any:
+        return lambda: [fn(*row) for row in rows]
+
+    return jax.lax.cond(
+        count % frequency == 0,
+        lambda: jax.lax.cond(count == 0, each(first), each(power_step)),
+        each(lambda *row: row),
+    )
+
+
+class ScaleByMarsSoapState(State):
+    """State of :func:`scale_by_mars_soap`; `inner_state` is a :class:`ScaleBySoapState`."""
+
+    __slots__ = ()
+
+
+@named.named
+def scale_by_mars_soap(
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    gamma: Gamma = 0.025,
+    *,
+    shampoo_beta: jax.typing.ArrayLike | None = None,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+    one_sided: bool = False,
+    max_norm: jax.typing.ArrayLike | None = 1.0,
+    correction: types.Correction = "approx",
+    first_step: types.FirstStep = "zeros",
+    mu_dtype: types.DType = None,
+    nu_dtype: types.DType = None,
+    precondition_dtype: types.DType = None,
+    prev_grad_dtype: types.DType = None,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    alpha: types.ScalarOrSchedule = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Rescales updates of matrices by Adam in the eigenbasis of Shampoo's preconditioner.
+
+    .. math::
+
+      m_t &= \beta_1 m_{t-1} + (1-\beta_1) \tilde c_t, \qquad
+      v_t = \beta_2 v_{t-1} + (1-\beta_2) |Q_L^H \tilde c_t Q_R|^2 \\
+      u_t &= Q_L \frac{Q_L^H m_t Q_R / (1-\beta_1^{t-1})}
+        {\sqrt{v_t / (1-\beta_2^{t-1}) + \varepsilon_\mathrm{root}} + \varepsilon} Q_R^H \\
+      L_t &= \beta L_{t-1} + (1-\beta) \tilde c_t \tilde c_t^H, \qquad
+      R_t = \beta R_{t-1} + (1-\beta) \tilde c_t^H \tilde c_t
+
+    with the corrected and clipped gradient :math:`\tilde c_t` of :func:`scale_by_mars_m`, for each
+    matrix (in, out). Every `precondition_frequency` steps, after that, the bases take a step of
+    power iteration: :math:`Q_L` becomes the Q factor of :math:`L_t Q_L`, whose columns are ordered
+    by their estimated eigenvalues, and :math:`v_t` with them; so for :math:`Q_R`. A side that is
+    not preconditioned has the identity for a basis; without any, this is :func:`scale_by_mars`.
+
+    As in the reference code the first step only finds the bases, by an eigendecomposition of
+    :math:`L_1` and :math:`R_1`. Its direction is 0, and :math:`m_1 = v_1 = 0`: in its own
+    eigenbasis the first gradient is diagonal, and Adam would bring what rounding leaves beside the
+    diagonal to the size of the rest. Until enough gradients have come, eigenvectors of 0 are
+    arbitrary, and with them the directions: those of two devices or programs may differ.
+
+    Args:
+      weight_dimension_numbers: ... None: every leaf is a matrix (in, out) of rank 2.
+
+    Returns:
+      A transformation with state :class:`ScaleByMarsSoapState`.
+
+    Raises:
+      ValueError: ... Also at ``init``, if a leaf is no matrix, or inside a ``shard_map`` may be a
+        part of one.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> tx = mars_optax.scale_by_mars_soap()
+      >>> grads = jnp.array([[1.0, 2.0], [3.0, 5.0]])
+      >>> state = tx.init(grads)
+      >>> for _ in range(2):
+      ...     direction, state = tx.update(grads, state)
+      >>> print(f"{jnp.linalg.norm(direction):.1f}")
+      2.0
+
+    References:
+      Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
+      <https://arxiv.org/abs/2409.11321>`_, 2024, Algorithm 3. Reference code:
+      https://github.com/nikhilvyas/SOAP, which adds epsilon before the bias corrections.
+    """
+    settings = locals()
+    return transformation.rule(
+        "scale_by_mars_soap",
+        ScaleByMarsSoapState,
+        settings,
+        inner=scale_by_soap(**assembly.accepted(scale_by_soap, settings)),
+        default=partition.matrix_at_rank_2,
+    )
+
+
+class MarsSoapState(State):
+    """State of :func:`mars_soap`; `inner_state` is a :class:`ScaleBySoapState`."""
+
+    __slots__ = ()
+
+
+@named.named
+def mars_soap(
+    learning_rate: types.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    gamma: Gamma = 0.025,
+    weight_decay: types.ScalarOrSchedule = 0.0,
+    mask: types.Mask | None = None,
+    *,
+    shampoo_beta: jax.typing.ArrayLike | None = None,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+    one_sided: bool = False,
+    max_norm: jax.typing.ArrayLike | None = 1.0,
+    correction: types.Correction = "approx",
+    first_step: types.FirstStep = "zeros",
+    learning_rate_1d: types.ScalarOrSchedule | None = None,
+    b1_1d: jax.typing.ArrayLike = 0.9,
+    b2_1d: jax.typing.ArrayLike = 0.95,
+    eps_1d: jax.typing.ArrayLike | None = None,
+    weight_decay_1d: types.ScalarOrSchedule | None = None,
+    weight_dimension_numbers: types.WeightDimensionNumbers = None,
+    mu_dtype: types.DType = None,
+    nu_dtype: types.DType = None,
+    precondition_dtype: types.DType = None,
+    prev_grad_dtype: types.DType = None,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    eps_root_1d: jax.typing.ArrayLike | None = None,
+    alpha: types.ScalarOrSchedule = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""MARS-SOAP: Adam in Shampoo's eigenbasis, on variance-reduced gradients.
+
+    Matrices are updated by
+
+    .. math::
+
+      x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)
+
+    with the direction :math:`u_t` of :func:`scale_by_mars_soap`, whose docstring has the equations
+    and the first step, which moves no matrix but by its decay. All other leaves are updated by
+    AdamW with the values `*_1d`.
+
+    Args:
+      weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings and output layers are
+        among these: name them to leave them out.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import mars_optax
+      >>> import optax
+      >>> params = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "bias": jnp.array([1.0, -1.0])}
+      >>> tx = mars_optax.mars_soap(learning_rate=0.1)
+      >>> state = tx.init(params)
+      >>> for _ in range(3):
+      ...     updates, state = tx.update(params, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(f"{jnp.sum(params['kernel'] ** 2) / 2:.2f}", end=" ")
+      7.12 6.64 6.18
+
+    References:
+      Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
+      <https://arxiv.org/abs/2409.11321>`_, 2024. Yuan et al., `MARS
+      <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 1, whose preconditioner is arbitrary.
+    """
+    settings = locals()
+    return assembly.optimizer(
+        "mars_soap",
+        scale_by_mars_soap,
+        settings,
+        vector_rule=adamw.for_vectors(settings),
+        state_type=MarsSoapState,
+        default=partition.matrix_at_rank_2,
+    )
