@@ -411,7 +411,7 @@ def mars_soap(
       ...     updates, state = tx.update(params, state, params)
       ...     params = optax.apply_updates(params, updates)
       ...     print(f"{jnp.sum(params['kernel'] ** 2) / 2:.2f}", end=" ")
-      7.12 6.64 6.18
+      7.12 6.62 6.12
 
     References:
       Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
