@@ -7,7 +7,7 @@ built with and the kind of parameter tree it is run on. A new variant or option 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ Collectives = Literal["none", "numbers", "rows", "matrices"]
 CONTRACTS: Mapping[str, str] = {
     "meshes": "on a mesh a step is that of one device, and lies as the parameters do",
     "places": "so it does wherever they lie on automatic axes, and a step can be serialized",
+    "rounding": "another order of sums, and injected numbers, change no more than rounding does",
     "shard_map": "inside a shard_map, with the specs of the parameters, a step is the global one",
     "tiny_gradients": "parameters in half precision move under gradients of 1e-5",
     "vector_rule": "leaves that are no matrices have a rule and a rate of their own",
@@ -347,7 +348,7 @@ def _shared(name: str) -> optax.GradientTransformationExtraArgs:
 def select(
     *kinds: Kind,
     core: bool = False,
-    contract: str = "",
+    contracts: Sequence[str] = (),
     where: Callable[[Entry], bool] = lambda _: True,
 ) -> tuple[tuple[str, Entry], ...]:
     """Entries as named parameters for `absl.testing.parameterized`.
@@ -355,17 +356,17 @@ def select(
     Args:
       *kinds: All kinds, if none is given.
       core: Whether one entry for each factory is enough.
-      contract: One of `CONTRACTS`, which leaves out the entries that skip it.
+      contracts: Some of `CONTRACTS`, which leave out the entries that skip one of them.
       where: Which others are left out.
     """
-    if contract and contract not in CONTRACTS:
-        raise AssertionError(f"no contract of this name: {contract}")
+    if unknown := set(contracts) - set(CONTRACTS):
+        raise AssertionError(f"no contracts of these names: {unknown}")
     chosen = tuple(
         (f"_{entry.name}", entry)
         for entry in ENTRIES
         if (not kinds or entry.kind in kinds)
         and (entry.core or not core)
-        and contract not in entry.skips
+        and not set(contracts) & set(entry.skips)
         and where(entry)
     )
     if not chosen:

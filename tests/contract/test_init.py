@@ -109,7 +109,7 @@ class InitTest(parameterized.TestCase):
         self.assertIsNone(state.prev_grad)
         self.assertIsNotNone(state.nu)
 
-    @parameterized.named_parameters(*registry.select("optimizer", contract="vector_rule"))
+    @parameterized.named_parameters(*registry.select("optimizer", contracts=["vector_rule"]))
     def test_only_the_corrected_leaves_keep_a_previous_gradient(self, entry: registry.Entry):
         params = entry.params()
         kept = trees.shapes(trees.fields(entry.make().init(params), "prev_grad"))

@@ -30,11 +30,13 @@ def _inject(entry: registry.Entry, hyperparam_dtype=None, **overrides):
 
 
 class InjectTest(parameterized.TestCase):
-    @parameterized.named_parameters(*registry.select(core=True))
+    @parameterized.named_parameters(*registry.select(core=True, contracts=["rounding"]))
     def test_injected_equals_plain(self, entry: registry.Entry):
         self._check_injected(entry)
 
-    @parameterized.named_parameters(*registry.select(where=lambda entry: not entry.core))
+    @parameterized.named_parameters(
+        *registry.select(contracts=["rounding"], where=lambda entry: not entry.core)
+    )
     @pytest.mark.slow
     def test_injected_equals_plain_in_every_setting(self, entry: registry.Entry):
         self._check_injected(entry)
@@ -111,7 +113,9 @@ class InjectTest(parameterized.TestCase):
         corrected, _ = tx.update(grads, state, params)
         np.testing.assert_allclose(corrected["w"], 2.0, rtol=1e-6)
 
-    @parameterized.named_parameters(*registry.select("optimizer", core=True))
+    @parameterized.named_parameters(
+        *registry.select("optimizer", core=True, contracts=["rounding"])
+    )
     def test_schedules_pass_through_inject(self, entry: registry.Entry):
         schedules = {
             "learning_rate": lambda count: 0.1 / (1 + count),

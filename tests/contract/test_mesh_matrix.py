@@ -89,7 +89,7 @@ def _named(cases: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 def _cases(core: bool) -> Iterator[tuple[Any, ...]]:
     """Core entries, or the others, on both types of mesh, with layouts and dtypes in turn."""
     layouts = itertools.cycle(("fsdp_tensor", "fsdp", "layers", "fsdp", "fsdp_tensor"))
-    entries = [entry for _, entry in registry.select(contract="meshes") if entry.core is core]
+    entries = [entry for _, entry in registry.select(contracts=["meshes"]) if entry.core is core]
     for (entry, axis_type), layout in zip(
         itertools.product(entries, _TYPES), layouts, strict=False
     ):
@@ -97,7 +97,7 @@ def _cases(core: bool) -> Iterator[tuple[Any, ...]]:
 
 
 def _every_case() -> Iterator[tuple[Any, ...]]:
-    entries = [entry for _, entry in registry.select(contract="meshes", core=True)]
+    entries = [entry for _, entry in registry.select(contracts=["meshes"], core=True)]
     yield from itertools.product(entries, _TYPES, _LAYOUTS, ("float32", "bfloat16"))
 
 
@@ -150,6 +150,8 @@ class MeshMatrixTest(parameterized.TestCase):
                 places = jax.tree.map(lambda x: x.sharding, tree)
                 self._check_places(tree, places, shardings, what)
         self._check_collectives(entry, update.as_text(), axis_type, layout)
+        if "rounding" in entry.skips:
+            return
         # Sums of norms are added in another order, and what is stored is rounded to either of two
         # neighbours.
         tolerance = max(entry.tolerance(1e-6), entry.rounding())

@@ -34,7 +34,7 @@ _SHORTEST = 16
 _MATRIX_RULES = registry.select(
     "optimizer",
     core=True,
-    contract="places",
+    contracts=["places"],
     where=lambda entry: entry.collectives() == "matrices",
 )
 _MATRIX, _STACK = MuonDimensionNumbers(0, 1), MuonDimensionNumbers(1, 2)
@@ -144,7 +144,7 @@ class PlacesTest(parameterized.TestCase):
             registry.select(
                 "optimizer",
                 core=True,
-                contract="places",
+                contracts=["places"],
                 where=lambda entry: entry.accepts("weight_dimension_numbers"),
             ),
             list(itertools.product((False, True), repeat=3)),

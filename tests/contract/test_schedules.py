@@ -13,7 +13,7 @@ from tests.support import trees
 _FAMILY = registry.names(
     "optimizer",
     core=True,
-    contract="vector_rule",
+    contracts=["vector_rule"],
     where=lambda entry: entry.accepts("learning_rate_1d"),
 )
 

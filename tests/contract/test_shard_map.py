@@ -69,20 +69,20 @@ def _mapped(fn: Any, specs: Any = _SPECS, check_vma: bool = True) -> Any:
 
 class ShardMapTest(parameterized.TestCase):
     @parameterized.named_parameters(
-        *registry.select("optimizer", "link", core=True, contract="shard_map"),
+        *registry.select("optimizer", "link", core=True, contracts=["rounding", "shard_map"]),
     )
     def test_with_specs_it_is_the_global_result(self, entry: registry.Entry):
         self._check(entry, check_vma=True)
 
     @parameterized.named_parameters(
-        *registry.select("optimizer", core=True, contract="shard_map"),
+        *registry.select("optimizer", core=True, contracts=["rounding", "shard_map"]),
     )
     def test_with_specs_it_is_the_global_result_unchecked(self, entry: registry.Entry):
         self._check(entry, check_vma=False)
 
     @parameterized.named_parameters(
         *registry.select(
-            contract="shard_map",
+            contracts=["rounding", "shard_map"],
             where=lambda entry: not entry.core or entry.kind == "direction",
         )
     )

@@ -124,7 +124,7 @@ class StateTypesTest(parameterized.TestCase):
         trees.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
     @parameterized.named_parameters(
-        *registry.select("optimizer", core=True, contract="tiny_gradients"),
+        *registry.select("optimizer", core=True, contracts=["tiny_gradients"]),
     )
     def test_half_precision_parameters_move_under_tiny_gradients(self, entry: registry.Entry):
         params = entry.params("bfloat16")

@@ -324,7 +324,7 @@ class DimensionNumbersTest(parameterized.TestCase):
         *registry.names(
             "optimizer",
             core=True,
-            contract="vector_rule",
+            contracts=["vector_rule"],
             where=lambda entry: entry.accepts("learning_rate_1d"),
         )
     )
