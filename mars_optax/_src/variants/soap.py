@@ -113,11 +113,11 @@ def scale_by_soap(
       >>> import jax.numpy as jnp
       >>> from mars_optax._src.variants import soap
       >>> tx = soap.scale_by_soap()
-      >>> grads = jnp.array([[1.0, 2.0], [3.0, 5.0]])
-      >>> state = tx.init(grads)
-      >>> for _ in range(2):
+      >>> state = tx.init(jnp.zeros((2, 2)))
+      >>> for grads in (jnp.array([[1.0, 2.0], [3.0, 5.0]]), jnp.array([[2.0, 0.0], [1.0, 3.0]])):
       ...     direction, state = tx.update(grads, state)
-      >>> print(f"{jnp.linalg.norm(direction):.1f}")
+      ...     print(f"{jnp.linalg.norm(direction):.1f}")
+      0.0
       2.0
 
     References:
