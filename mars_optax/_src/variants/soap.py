@@ -28,7 +28,7 @@ from mars_optax._src.variants import adamw
 
 
 class ScaleBySoapState(NamedTuple):
-    """State of :func:`scale_by_soap`; each tree has the structure of the parameters.
+    """State of the preconditioner of :func:`scale_by_mars_soap`, trees like the parameters.
 
     The last four have for each leaf a stack (slices, n, n), n the length of the matrices' side, or
     0 where that side is not preconditioned: dtype=precondition_dtype or at least float32.
