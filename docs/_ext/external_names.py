@@ -14,6 +14,7 @@ URLS = {
         f"optax.{name}": f"{_OPTAX}/optimizer_wrappers.html#optax.{name}"
         for name in ("MultiSteps", "flatten", "masked")
     },
+    "optax.MaskedNode": f"{_OPTAX}/optimizer_wrappers.html",
     "optax.apply_updates": f"{_OPTAX}/apply_updates.html#optax.apply_updates",
     "optax.contrib.MuonDimensionNumbers": f"{_OPTAX}/contrib.html",
     # Where it is defined: so a dataclass's fields, whose types Sphinx reads off, call it.

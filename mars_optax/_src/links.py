@@ -44,9 +44,7 @@ def correct_gradients(
 
     Args:
       b1: Decay rate :math:`\beta_1` of the momentum that follows, in [0, 1). 0 turns the
-        correction off.
-      prev_grad_dtype: ... Under ``"storm"``, ``"sarah"`` and ``"svrg"`` it is that of
-        :math:`c_{t-1}` or of the anchor, and of 16 bits or more.
+        correction off. Like `first_step`, only ``"approx"`` and ``"exact"`` use it.
       correction_clip: Bound > 0 on the L2 norm, over all leaves together, of what is added to
         :math:`g_t`; None for no bound.
       weight_dimension_numbers: ... An :class:`AdaptiveGamma` has a gamma for each; nothing else
