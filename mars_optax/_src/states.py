@@ -42,7 +42,7 @@ class MomentumState(NamedTuple):
 
 
 class CorrectGradientsState(NamedTuple):
-    """State of :func:`correct_gradients`; see :class:`State`."""
+    """State of :func:`correct_gradients`, with fields of :class:`ScaleByMarsState`."""
 
     count: jax.Array  # type: ignore[assignment]
     prev_grad: optax.Updates | None

@@ -196,7 +196,7 @@ def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 class MarsState(State):
-    """State of :func:`mars` in which vectors have a rule of their own."""
+    """State of :func:`mars`."""
 
     __slots__ = ()
 

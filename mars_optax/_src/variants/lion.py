@@ -90,7 +90,7 @@ def scale_by_mars_lion(
 
 
 class MarsLionState(State):
-    """State of :func:`mars_lion` in which vectors have a rule of their own."""
+    """State of :func:`mars_lion`."""
 
     __slots__ = ()
 

@@ -124,7 +124,7 @@ def scale_by_mars_m(
 
 
 class MarsMState(State):
-    """State of :func:`mars_m` in which vectors have a rule of their own."""
+    """State of :func:`mars_m`."""
 
     __slots__ = ()
 

@@ -124,7 +124,7 @@ def scale_by_mars_shampoo(
 
 
 class MarsShampooState(State):
-    """State of :func:`mars_shampoo` in which vectors have a rule of their own."""
+    """State of :func:`mars_shampoo`."""
 
     __slots__ = ()
 
