@@ -16,10 +16,20 @@ from tests import registry
 from tests.support import interpreter, meshes, trees
 
 _MATRIX, _STACK = optax.contrib.MuonDimensionNumbers(0, 1), optax.contrib.MuonDimensionNumbers(1, 2)
-_NUMBERS = {"bias": None, "layers": _STACK, "stack": _STACK, "tall": _MATRIX, "wide": _MATRIX}
+_NUMBERS = {
+    "bias": None,
+    "half": _MATRIX,
+    "layers": _STACK,
+    "slices": _STACK,
+    "stack": _STACK,
+    "tall": _MATRIX,
+    "wide": _MATRIX,
+}
 _SPECS = {
     "bias": P("x"),
+    "half": P("x"),
     "layers": P("x"),  # whole matrices, different ones on each device
+    "slices": P("y", "x"),  # summed over the axis of "half", and varies over another
     "stack": P(None, "y", "x"),
     "tall": P("x", "y"),
     "wide": P(None, ("x", "y")),
@@ -30,7 +40,9 @@ def _tree(seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = {
         "bias": (32,),
+        "half": (16, 8),
         "layers": (4, 8, 16),
+        "slices": (4, 8, 16),
         "stack": (3, 8, 16),
         "tall": (16, 8),
         "wide": (8, 32),
