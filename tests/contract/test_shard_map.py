@@ -120,7 +120,7 @@ class ShardMapTest(parameterized.TestCase):
     def test_without_specs_it_is_an_error_that_names_leaf_and_remedy(self, name, check_vma):
         tx = _make(name)
         over = r"varies over the mesh axes \['x'\]" if check_vma else "may be a part"
-        with self.assertRaisesRegex(ValueError, rf"leaf 'layers' {over}.*param_specs=specs"):
+        with self.assertRaisesRegex(ValueError, rf"leaf 'half' {over}.*param_specs=specs"):
             _mapped(lambda p, g: _train(tx, p, [g]), check_vma=check_vma)(_tree(0), _tree(1))
 
     def test_whole_leaves_need_no_specs_where_jax_keeps_track(self):
