@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,13 +75,15 @@ class _Ours:
     orthogonalizes: bool = False
 
     def build(self, params: Any, *, implementation: str) -> optax.GradientTransformation:
+        has_kernels = "implementation" in inspect.signature(self.factory).parameters
+        chosen = {"implementation": None if implementation == "default" else implementation}
         return self.factory(
             _LEARNING_RATE,
             weight_decay=_DECAY,
             weight_dimension_numbers=gpt2_shapes.dimension_numbers(
                 params, embeddings=not self.orthogonalizes
             ),
-            implementation=None if implementation == "default" else implementation,
+            **(chosen if has_kernels else {}),
             **self.settings,
         )
 
@@ -96,6 +99,8 @@ _OURS = {
     "mars_lion": _Ours(mars_optax.mars_lion),
     "mars_shampoo": _Ours(mars_optax.mars_shampoo, orthogonalizes=True),
     "mars_m": _Ours(mars_optax.mars_m, orthogonalizes=True),
+    "mars_m_rows": _Ours(mars_optax.mars_m, {"row_b2": 0.95}, orthogonalizes=True),
+    "mars_soap": _Ours(mars_optax.mars_soap, orthogonalizes=True),
 }
 
 

@@ -277,6 +277,19 @@ OPTIMIZERS = {
             {"b1": 0.95, **_MARS, **_ORTHOGONAL},
             _mars_optax(mars_optax.mars_shampoo),
         ),
+        Optimizer(
+            "mars_soap",
+            8e-3,
+            {
+                "b1": 0.95,
+                "b2": 0.95,
+                "precondition_frequency": 10,
+                "one_sided": False,
+                **{key: value for key, value in _MARS.items() if key != "keep_prev_grad"},
+                "matrices": "hidden",
+            },
+            _mars_optax(mars_optax.mars_soap),
+        ),
     )
 }
 
@@ -297,6 +310,7 @@ _FACTORIES: Mapping[str, Sequence[Callable[..., Any]]] = {
     ),
     "storm_adamw": (mars_optax.storm_adamw,),
     "mars_shampoo": (mars_optax.mars_shampoo,),
+    "mars_soap": (mars_optax.mars_soap,),
 }
 _NAMES = {
     "adam_learning_rate": "learning_rate_1d",

@@ -62,8 +62,10 @@ def sharded(x: Any, spec: Any, dims: Sequence[int], path: tuple[Any, ...], what:
 def sums(values: Sequence[jax.Array], names: Sequence[tuple[str, ...]]) -> list[jax.Array]:
     """Each value summed over its mesh axes; those with the same axes in one reduction."""
     results = list(values)
-    for axes in filter(None, dict.fromkeys(names)):
-        mine = [i for i, other in enumerate(names) if other == axes]
+    # Joined, values would vary over the axes of all.
+    keys = [(axes, mesh.varying(x)) for x, axes in zip(values, names, strict=True)]
+    for key in dict.fromkeys(key for key in keys if key[0]):
+        axes, mine = key[0], [i for i, other in enumerate(keys) if other == key]
         flat = jnp.concatenate([values[i].reshape(-1) for i in mine])
         total = jax.lax.psum(flat, axes)  # type: ignore[no-untyped-call]
         start = 0

@@ -16,10 +16,20 @@ from tests import registry
 from tests.support import interpreter, meshes, trees
 
 _MATRIX, _STACK = optax.contrib.MuonDimensionNumbers(0, 1), optax.contrib.MuonDimensionNumbers(1, 2)
-_NUMBERS = {"bias": None, "layers": _STACK, "stack": _STACK, "tall": _MATRIX, "wide": _MATRIX}
+_NUMBERS = {
+    "bias": None,
+    "half": _MATRIX,
+    "layers": _STACK,
+    "slices": _STACK,
+    "stack": _STACK,
+    "tall": _MATRIX,
+    "wide": _MATRIX,
+}
 _SPECS = {
     "bias": P("x"),
+    "half": P("x"),
     "layers": P("x"),  # whole matrices, different ones on each device
+    "slices": P("y", "x"),  # summed over the axis of "half", and varies over another
     "stack": P(None, "y", "x"),
     "tall": P("x", "y"),
     "wide": P(None, ("x", "y")),
@@ -30,7 +40,9 @@ def _tree(seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = {
         "bias": (32,),
+        "half": (16, 8),
         "layers": (4, 8, 16),
+        "slices": (4, 8, 16),
         "stack": (3, 8, 16),
         "tall": (16, 8),
         "wide": (8, 32),
@@ -108,7 +120,7 @@ class ShardMapTest(parameterized.TestCase):
     def test_without_specs_it_is_an_error_that_names_leaf_and_remedy(self, name, check_vma):
         tx = _make(name)
         over = r"varies over the mesh axes \['x'\]" if check_vma else "may be a part"
-        with self.assertRaisesRegex(ValueError, rf"leaf 'layers' {over}.*param_specs=specs"):
+        with self.assertRaisesRegex(ValueError, rf"leaf 'half' {over}.*param_specs=specs"):
             _mapped(lambda p, g: _train(tx, p, [g]), check_vma=check_vma)(_tree(0), _tree(1))
 
     def test_whole_leaves_need_no_specs_where_jax_keeps_track(self):

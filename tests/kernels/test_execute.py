@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from mars_optax._src import execute
 from mars_optax._src.kernels import calls, mosaic_tpu, rewrite, tiling
+from mars_optax._src.leaf.correction import corrected_gradient
 from mars_optax._src.leaf.momentum import momentum_step
 from mars_optax._src.variants.adamw import adamw_step
 from tests.support import interpreter, meshes, trees
@@ -23,24 +24,27 @@ from tests.support import interpreter, meshes, trees
 _SCALARS = (0.05, 0.01, 1e-3)
 
 
+def _corrected(grad: Any, prev: Any, factor: Any) -> Any:
+    c = corrected_gradient(grad, prev, 0.475)
+    return c if factor is None else c * factor
+
+
 def _adamw(operands: Any, factor: Any, scalars: Any) -> tuple[Any, ...]:
     """A whole step: (grad, prev_grad, mu, nu, param) -> (param, mu, nu)."""
     grad, prev, mu, nu, param = (x.astype(jnp.float32) for x in operands)
     mu_correction, nu_correction, rate = scalars
     direction, mu, nu, _ = adamw_step(
+        _corrected(grad, prev, factor),
         grad,
-        prev,
-        factor,
         mu,
         nu,
         None,
-        coefficient=0.475,
         b1=0.95,
         b2=0.99,
         eps=1e-8,
+        eps_root=0.0,
         mu_correction=mu_correction,
         nu_correction=nu_correction,
-        nu_of_gradient=False,
     )
     return param - rate * direction, mu, nu
 
@@ -48,7 +52,7 @@ def _adamw(operands: Any, factor: Any, scalars: Any) -> tuple[Any, ...]:
 def _lion(operands: Any, factor: Any, scalars: Any) -> tuple[Any, ...]:
     """Operations that Mosaic GPU has in every JAX that has it: (grad, prev, mu) -> (param, mu)."""
     grad, prev, mu = (x.astype(jnp.float32) for x in operands)
-    momentum, mu = momentum_step(grad, prev, factor, mu, coefficient=0.475, b1=0.95)
+    momentum, mu = momentum_step(_corrected(grad, prev, factor), grad, mu, b1=0.95)
     return -scalars[2] * jnp.sign(momentum), mu
 
 

@@ -69,8 +69,10 @@ class OptimizersTest(parameterized.TestCase):
         one, two, unclipped = (
             updates(without_decay(name), 1e-2, scale)[1] for scale in (10.0, 1e3, 1e-2)
         )
+        # In SOAP's eigenbases small entries of a turned gradient are rounded as the large ones are.
+        atol = 1e-4 if name == "mars_soap" else 1e-6
         for path in one:
-            np.testing.assert_allclose(one[path], two[path], rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(one[path], two[path], rtol=1e-4, atol=atol)
         self.assertTrue(any(np.abs(one[path] - unclipped[path]).max() > 1e-3 for path in one))
 
     @parameterized.parameters("muon", "mars_m", "mars_shampoo")
