@@ -313,8 +313,8 @@ def scale_by_mars_soap(
 
     Args:
       weight_dimension_numbers: ... None: every leaf is a matrix (in, out) of rank 2.
-      eps_root: Added to the second moment inside the root, after the bias correction, >= 0. Steps have
-        no derivative where eigenvalues of a preconditioner coincide, as for gradients of zeros.
+      eps_root: Added to the second moment inside the root, after the bias correction, >= 0. Steps
+        have no derivative where eigenvalues of a preconditioner coincide, as for gradients of 0.
 
     Returns:
       A transformation with state :class:`ScaleByMarsSoapState`.
@@ -401,8 +401,8 @@ def mars_soap(
     Args:
       weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings and output layers are
         among these: name them to leave them out.
-      eps_root: Added to the second moment inside the root, after the bias correction, >= 0. Steps have
-        no derivative where eigenvalues of a preconditioner coincide, as for gradients of zeros.
+      eps_root: Added to the second moment inside the root, after the bias correction, >= 0. Steps
+        have no derivative where eigenvalues of a preconditioner coincide, as for gradients of 0.
 
     Examples:
       >>> import jax.numpy as jnp
