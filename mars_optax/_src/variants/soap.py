@@ -327,11 +327,11 @@ def scale_by_mars_soap(
       >>> import jax.numpy as jnp
       >>> import mars_optax
       >>> tx = mars_optax.scale_by_mars_soap()
-      >>> grads = jnp.array([[1.0, 2.0], [3.0, 5.0]])
-      >>> state = tx.init(grads)
-      >>> for _ in range(2):
+      >>> state = tx.init(jnp.zeros((2, 2)))
+      >>> for grads in (jnp.array([[1.0, 2.0], [3.0, 5.0]]), jnp.array([[2.0, 1.0], [0.0, 3.0]])):
       ...     direction, state = tx.update(grads, state)
-      >>> print(f"{jnp.linalg.norm(direction):.1f}")
+      ...     print(f"{jnp.linalg.norm(direction):.1f}")
+      0.0
       2.0
 
     References:
@@ -414,8 +414,8 @@ def mars_soap(
       >>> for _ in range(3):
       ...     updates, state = tx.update(params, state, params)
       ...     params = optax.apply_updates(params, updates)
-      ...     print(f"{jnp.sum(params['kernel'] ** 2) / 2:.2f}", end=" ")
-      7.12 6.62 6.12
+      ...     print(f"{jnp.sum(params['kernel'] ** 2) / 2:.1f}", end=" ")
+      7.1 6.6 6.1
 
     References:
       Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
