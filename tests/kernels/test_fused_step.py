@@ -217,8 +217,7 @@ class FusedStepTest(parameterized.TestCase):
         with mock.patch.object(execute, "elementwise", by_xla):
             mars_optax.fused_step(kernels, grads, state, params)
         (leaf,) = seen
-        (rule_state, *_) = state
-        fields = (rule_state.mu, rule_state.nu, rule_state.nu_max)
+        fields = (state.mu, state.nu, state.nu_max)
         for out, tree in enumerate((params, *fields)):
             np.testing.assert_array_equal(leaf.operands[leaf.aliases[out]], tree["x"])
 

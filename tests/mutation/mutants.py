@@ -191,7 +191,7 @@ _LEAF: Final = (
         "mu = optax.tree.update_moment(c, mu, b1, 1)",
         "mu = b1 * mu + c",
         "the factor 1 - b1 of the momentum is lost",
-        (MARS_0,),
+        (FREE + "1",),
     ),
     Mutant(
         "momentum_decay_exchanged",
@@ -199,7 +199,7 @@ _LEAF: Final = (
         "mu = optax.tree.update_moment(c, mu, b1, 1)",
         "mu = optax.tree.update_moment(c, mu, 1 - b1, 1)",
         "b1 and 1 - b1 are exchanged in the momentum",
-        (MARS_0,),
+        (LION_4,),
     ),
     Mutant(
         "direction_of_gradient",
@@ -207,7 +207,7 @@ _LEAF: Final = (
         "return mu, mu",
         "return c, mu",
         "the direction is the corrected gradient, not its average",
-        (MARS_0,),
+        (LION_4,),
     ),
     Mutant(
         "free_without_coefficient",
