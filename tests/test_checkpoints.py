@@ -177,7 +177,7 @@ class CheckpointTest(parameterized.TestCase):
         ("mars_8_bits", "mars", "prev_grad_scale"),
         ("mars", "mars_without_prev_grad", "prev_grad"),
         ("mars_without_prev_grad", "mars", "prev_grad"),
-        ("storm_adamw", "mars", "count"),
+        ("storm_adamw", "mars", "prev_grad"),
     )
     def test_another_optimizer_is_refused_and_the_field_is_named(
         self, saved: str, wanted: str, field: str

@@ -63,6 +63,9 @@ DONATION: Final = "tests/contract/test_donation.py::DonationTest"
 EXECUTE: Final = "tests/kernels/test_execute.py"
 NORMS: Final = "tests/kernels/test_norms.py::NormsTest"
 FUSED: Final = "tests/kernels/test_fused_step.py::FusedStepTest"
+ANY: Final = "tests/test_any_optimizer.py::VarianceReducedTest::test_"
+SOAP: Final = "tests/parity/test_soap.py::"
+SOAP_SQUARE: Final = SOAP + "OracleTest::test_every_step_is_that_of_the_transcription_square"
 LOW: Final = "tests/test_low_precision.py"
 WRAPPERS: Final = "tests/test_wrappers.py"
 ROUNDING: Final = "tests/test_rounding.py"
@@ -1328,7 +1331,137 @@ _ROW_NORMALIZATION: Final = (
     ),
 )
 
-MUTANTS: Final = (*_LEAF, *_STATE, *_ASSEMBLY, *_VARIANTS, *_ROW_NORMALIZATION)
+_PRECONDITIONERS: Final = (
+    Mutant(
+        "adam_momentum_exchanged",
+        "variants/adamw.py",
+        "mu = optax.tree.update_moment(c, mu, b1, 1)",
+        "mu = optax.tree.update_moment(c, mu, 1 - b1, 1)",
+        "b1 and 1 - b1 are exchanged in the momentum of Adam",
+        (MARS_0,),
+    ),
+    Mutant(
+        "inner_of_gradient",
+        "transformation.py",
+        "inner.update(result, state.inner_state",
+        "inner.update(updates, state.inner_state",
+        "the preconditioner gets the gradient, neither corrected nor clipped",
+        (ANY + "with_adam_it_is_mars0",),
+    ),
+    Mutant(
+        "inner_state_wide",
+        "transformation.py",
+        "optax.tree.cast_like(new, state.inner_state)",
+        "new",
+        "the state of a preconditioner takes the dtypes of the gradients",
+        (ANY + "a_preconditioner_gets_matrices_in_float32_parameters_and_extra_arguments",),
+    ),
+    Mutant(
+        "inner_without_parameters",
+        "transformation.py",
+        "state.inner_state, params, **extra_args",
+        "state.inner_state, None, **extra_args",
+        "the preconditioner gets no parameters",
+        (ANY + "a_preconditioner_gets_matrices_in_float32_parameters_and_extra_arguments",),
+    ),
+    Mutant(
+        "inner_state_lost",
+        "assembly.py",
+        'inner_state = getattr(rules[0], "inner_state", None)',
+        "inner_state = None",
+        "an optimizer drops the state of its preconditioner",
+        (ANY + "with_adam_it_is_mars0",),
+    ),
+    Mutant(
+        "mask_inverted",
+        "assembly.py",
+        "lambda _: bool(m), below",
+        "lambda _: not m, below",
+        "what the mask leaves out decays, and the rest does not",
+        (ANY + "with_adam_it_is_mars0",),
+    ),
+    Mutant(
+        "soap_moves_at_first",
+        "variants/soap.py",
+        "is_skipped = (count == 0) & has_basis",
+        "is_skipped = jnp.zeros([], bool)",
+        "SOAP moves in its first step, before it has bases",
+        (SOAP + "FirstStepTest",),
+    ),
+    Mutant(
+        "soap_count",
+        "variants/soap.py",
+        "step = jnp.maximum(count, 1) if has_basis else",
+        "step = optax.safe_increment(count) if has_basis else",
+        "the bias corrections of SOAP count the skipped step",
+        (SOAP_SQUARE,),
+    ),
+    Mutant(
+        "soap_order",
+        "variants/soap.py",
+        "order = jnp.argsort(-sizes, axis=2)",
+        "order = jnp.argsort(sizes, axis=2)",
+        "QR keeps the span of small eigenvalues",
+        (SOAP_SQUARE,),
+    ),
+    Mutant(
+        "soap_nu_stays",
+        "variants/soap.py",
+        "nu = jnp.take_along_axis(nu, order, axis=1 + side)",
+        "pass",
+        "the second moments do not follow the order of the bases",
+        (SOAP_SQUARE,),
+    ),
+    Mutant(
+        "soap_bases_stay",
+        "variants/soap.py",
+        "basis = jnp.linalg.qr(jnp.take_along_axis(image, order, axis=2))[0]",
+        "basis = jnp.take_along_axis(basis, order, axis=2)",
+        "the bases of SOAP stay those of the first gradient",
+        (SOAP_SQUARE,),
+    ),
+    Mutant(
+        "soap_beta_lost",
+        "variants/soap.py",
+        "beta = b2 if shampoo_beta is None else shampoo_beta",
+        "beta = b2",
+        "`shampoo_beta` is without effect",
+        (SOAP + "OracleTest::test_every_step_is_that_of_the_transcription_own_beta",),
+    ),
+    Mutant(
+        "soap_nu_not_rotated",
+        "variants/soap.py",
+        "_rotated(seen, *bases), nu, beta2, 2",
+        "seen, nu, beta2, 2",
+        "the second moments of SOAP are of the gradient's own entries",
+        (SOAP_SQUARE,),
+    ),
+    Mutant(
+        "soap_longer_side",
+        "variants/soap.py",
+        "one_sided and side != (fans[0] > fans[1])",
+        "one_sided and side == (fans[0] > fans[1])",
+        "one-sided SOAP preconditions the longer side",
+        (SOAP + "OracleTest::test_every_step_is_that_of_the_transcription_one_sided_wide",),
+    ),
+    Mutant(
+        "soap_products_narrow",
+        "variants/soap.py",
+        'functools.partial(jnp.matmul, precision="highest")',
+        "jnp.matmul",
+        "the products of SOAP have the default precision of a device",
+        (SOAP + "ExecutionTest::test_no_product_is_in_the_low_precision_of_a_device",),
+    ),
+)
+
+MUTANTS: Final = (
+    *_LEAF,
+    *_STATE,
+    *_ASSEMBLY,
+    *_VARIANTS,
+    *_ROW_NORMALIZATION,
+    *_PRECONDITIONERS,
+)
 
 EQUIVALENT: Final = (
     Equivalent(
