@@ -29,6 +29,8 @@ CONTRACTS: Mapping[str, str] = {
     "meshes": "on a mesh a step is that of one device, and lies as the parameters do",
     "places": "so it does wherever they lie on automatic axes, and a step can be serialized",
     "rounding": "another order of sums, and injected numbers, change no more than rounding does",
+    "host_memory": "an update in the host's memory can be traced",
+    "strict": "nothing is promoted implicitly",
     "shard_map": "inside a shard_map, with the specs of the parameters, a step is the global one",
     "tiny_gradients": "parameters in half precision move under gradients of 1e-5",
     "vector_rule": "leaves that are no matrices have a rule and a rate of their own",
@@ -202,7 +204,10 @@ _SOAP: Mapping[str, Any] = {
     "amplifies": Amplification("near eigenvalues have eigenvectors that are far apart", 1e-3),
     "moves": "matrices",
     "gathered": 3,  # the gradient and both moments
-    "skips": {"shard_map": "`init` has to see whole matrices there: see test_soap_on_meshes.py"},
+    "skips": {
+        "host_memory": "JAX's decompositions take nothing that its type puts there",
+        "shard_map": "`init` has to see whole matrices there: see test_soap_on_meshes.py",
+    },
 }
 _FACTS: Mapping[str, Mapping[str, Any]] = {
     "mars_soap": _SOAP,
@@ -239,7 +244,12 @@ _BOTH_SIDES = {
         "rounding": "what the first gradient leaves out of the longer side has any basis",
     }
 }
-_ADAM = {"skips": {"places": "on automatic axes Optax's zeros have no place of their own"}}
+_ADAM = {
+    "skips": {
+        "places": "on automatic axes Optax's zeros have no place of their own",
+        "strict": "Optax's own arithmetic promotes a count",
+    }
+}
 _FACTORED = {
     "not_elementwise": "it averages rows and columns",
     "moves": "rows",
@@ -247,6 +257,7 @@ _FACTORED = {
         "meshes": "its state is laid out by Optax, not as the parameters",
         "places": "its state is laid out by Optax, not as the parameters",
         "shard_map": "averages are of whole rows and columns",
+        "strict": "Optax's own arithmetic promotes",
     },
 }
 

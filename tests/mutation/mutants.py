@@ -1378,7 +1378,7 @@ _PRECONDITIONERS: Final = (
         "lambda _: bool(m), below",
         "lambda _: not m, below",
         "what the mask leaves out decays, and the rest does not",
-        (ANY + "with_adam_it_is_mars0",),
+        ("tests/contract/test_wrappers.py::SubsetTest::test_decay_mask_is_the_one_of_adamw",),
     ),
     Mutant(
         "soap_moves_at_first",
