@@ -29,6 +29,8 @@ CONTRACTS: Mapping[str, str] = {
     "meshes": "on a mesh a step is that of one device, and lies as the parameters do",
     "places": "so it does wherever they lie on automatic axes, and a step can be serialized",
     "rounding": "another order of sums, and injected numbers, change no more than rounding does",
+    "host_memory": "an update in the host's memory can be traced",
+    "strict": "nothing is promoted implicitly",
     "shard_map": "inside a shard_map, with the specs of the parameters, a step is the global one",
     "tiny_gradients": "parameters in half precision move under gradients of 1e-5",
     "vector_rule": "leaves that are no matrices have a rule and a rate of their own",
@@ -91,6 +93,8 @@ class Entry:
     """What its step makes of rounding, if more than arithmetic does."""
     moves: Collectives | None = None
     """What else than the norm of the clip it moves between devices."""
+    gathered: int = 1
+    """How many buffers of each matrix it gathers, where it moves whole ones."""
     skips: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names of `CONTRACTS` that it cannot keep, and why."""
 
@@ -195,7 +199,19 @@ _NEWTON_SCHULZ = {
     "amplifies": Amplification("each step multiplies small singular values by 3.4445", 1e-4),
     "moves": "matrices",
 }
+_SOAP: Mapping[str, Any] = {
+    "not_elementwise": "it rotates matrices",
+    "amplifies": Amplification("near eigenvalues have eigenvectors that are far apart", 1e-3),
+    "moves": "matrices",
+    "gathered": 3,  # the gradient and both moments
+    "skips": {
+        "host_memory": "JAX's decompositions take nothing that its type puts there",
+        "shard_map": "`init` has to see whole matrices there: see test_soap_on_meshes.py",
+    },
+}
 _FACTS: Mapping[str, Mapping[str, Any]] = {
+    "mars_soap": _SOAP,
+    "scale_by_mars_soap": _SOAP,
     "mars_shampoo": _NEWTON_SCHULZ,
     "mars_m": _NEWTON_SCHULZ,
     "scale_by_mars_shampoo": _NEWTON_SCHULZ,
@@ -221,6 +237,28 @@ _ONE_NORM = {
     "not_elementwise": "one norm of all leaves",
     "moves": "numbers",
     "skips": {"shard_map": "the norm is of whole leaves"},
+}
+_BOTH_SIDES = {
+    "skips": {
+        **_SOAP["skips"],
+        "rounding": "what the first gradient leaves out of the longer side has any basis",
+    }
+}
+_ADAM = {
+    "skips": {
+        "places": "on automatic axes Optax's zeros have no place of their own",
+        "strict": "Optax's own arithmetic promotes a count",
+    }
+}
+_FACTORED = {
+    "not_elementwise": "it averages rows and columns",
+    "moves": "rows",
+    "skips": {
+        "meshes": "its state is laid out by Optax, not as the parameters",
+        "places": "its state is laid out by Optax, not as the parameters",
+        "shard_map": "averages are of whole rows and columns",
+        "strict": "Optax's own arithmetic promotes",
+    },
 }
 
 
@@ -292,6 +330,21 @@ def _entries() -> Iterator[Entry]:
     )
     yield enrol(muon, "optimizer", "stacked", "specs", weight_dimension_numbers=_stacked_specs)
 
+    yield enrol(muon, "optimizer", "mixed", "row_b2", row_b2=0.95)
+
+    # One-sided, on matrices whose shorter side the first gradient fills: no eigenvalue is 0 twice.
+    soap = functools.partial(enrol, mars_optax.mars_soap, "optimizer", precondition_frequency=2)
+    yield soap("mixed", one_sided=True)
+    yield soap("mixed", "both_sides", _BOTH_SIDES)
+    yield soap("mixed", "bf16", _BOTH_SIDES, nu_dtype="bfloat16", **bfloat16_state)
+    yield soap("stacked", "specs", one_sided=True, weight_dimension_numbers=_STACKED_SPECS)
+
+    framework = functools.partial(enrol, mars_optax.variance_reduced, "optimizer")
+    yield framework("mixed", facts=_ADAM, inner=optax.scale_by_adam(0.95, 0.99))
+    yield framework(
+        "mixed", "factored", _FACTORED, inner=optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    )
+
     scale_by_mars = mars_optax.scale_by_mars
     yield enrol(scale_by_mars, "direction", "mixed")
     yield enrol(scale_by_mars, "direction", "mixed", "amsgrad", amsgrad=True, max_norm=None)
@@ -314,6 +367,12 @@ def _entries() -> Iterator[Entry]:
         weight_dimension_numbers=_STACK,
         first_step="no_correction",
     )
+    yield enrol(mars_optax.scale_by_mars_m, "direction", "matrices", "row_b2", row_b2=0.95)
+    soap = functools.partial(
+        enrol, mars_optax.scale_by_mars_soap, "direction", precondition_frequency=2
+    )
+    yield soap("matrices", one_sided=True)
+    yield soap("stack", "specs", one_sided=True, weight_dimension_numbers=_STACK)
 
     inner = scale_by_mars()
     yield enrol(mars_optax.cautious, "direction", "mixed", inner=inner)

@@ -121,5 +121,55 @@ class AnyOptimizerTest(parameterized.TestCase):
         trees.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+class VarianceReducedTest(parameterized.TestCase):
+    @parameterized.product(correction=["approx", "exact"], optimize_1d=[False, True])
+    def test_with_adam_it_is_mars(self, correction, optimize_1d):
+        options = {
+            "gamma": 0.2,
+            "weight_decay": 0.1,
+            "mask": {"kernel": False, "square": True, "bias": True, "scale": False},
+            "correction": correction,
+            "optimize_1d": optimize_1d,
+        }
+        expected, its = _run(mars_optax.mars(0.1, 0.9, 0.99, **options))
+        inner = optax.scale_by_adam(0.9, 0.99)
+        actual, state = _run(mars_optax.variance_reduced(inner, 0.1, b1=0.9, **options))
+        trees.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        for field in ("mu", "nu"):
+            kept, wanted = getattr(state.inner_state, field), getattr(its, field)
+            for name in SHAPES if optimize_1d else ("kernel", "square"):
+                np.testing.assert_allclose(kept[name], wanted[name], rtol=1e-5, atol=1e-7)
+
+    def test_a_preconditioner_gets_matrices_in_float32_parameters_and_extra_arguments(self):
+        seen = []
+
+        def update(updates, state, params=None, **extra_args):
+            seen.append((updates, params, extra_args["value"]))
+            return updates, jax.tree.map(lambda x: x + 0.1, state)
+
+        def init(params):
+            return {"sums": jax.tree.map(lambda p: jnp.zeros(len(p), p.dtype), params)}
+
+        inner = optax.GradientTransformationExtraArgs(init, update)
+        tx = mars_optax.variance_reduced(inner, 0.5, gamma=0.0, max_norm=1.0, correction="none")
+        params = optax.tree.cast({k: v for k, v in _tree(0).items() if k != "scale"}, "bfloat16")
+        grads = jax.tree.map(lambda p: jnp.full_like(p, 3.0), params)
+        state = tx.init(params)
+        updates, new_state = tx.update(grads, state, params, value=7.0)
+        ((direction, given, value),) = seen
+        self.assertEqual(value, 7.0)
+        for tree in (direction, given, state.inner_state["sums"]):
+            self.assertIsInstance(tree["bias"], optax.MaskedNode)
+        trees.assert_equal(given["kernel"], params["kernel"])
+        self.assertEqual(direction["square"].dtype, jnp.float32)
+        np.testing.assert_allclose(direction["square"], np.full((3, 3), 1 / 3), rtol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(updates["square"], "float32"), np.full((3, 3), -1 / 6), rtol=2**-8
+        )
+        # The state keeps the dtypes that it began with.
+        trees.assert_same_types(new_state, state)
+        self.assertGreater(float(new_state.inner_state["sums"]["kernel"][0]), 0.0)
+
+
 if __name__ == "__main__":
     absltest.main()

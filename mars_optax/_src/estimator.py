@@ -209,6 +209,8 @@ class Estimator:
                 checks.gradients(updates, getattr(state, field), f"`state.{field}`")
                 break
         wanted = {field: updates if is_kept else None for field, is_kept in kept.items()}
+        if updates is None:  # a tree without leaves, of which only a field of any shape keeps more
+            wanted = {field: None for field in wanted if field not in OF_ANY_SHAPE}
         checks.state_fields(state, wanted, name, PER_ROW, OF_ANY_SHAPE)
 
     def coefficient(self, count: jax.Array) -> Any:

@@ -43,8 +43,8 @@ def rule(
       scalars: The hyperparameters of `step` at a count that starts at 1.
       inner: What makes directions of those of the step, in at least float32: any transformation,
         with any state. It sees all leaves of a matrix at once.
-      default: Which leaves are matrices where `weight_dimension_numbers` is None. If it takes rank 2
-        alone, every leaf must be a matrix.
+      default: Which leaves are matrices where `weight_dimension_numbers` is None. If it takes rank
+        2 alone, every leaf must be a matrix.
     """
     moments = moments or {}
     max_norm, numbers = settings["max_norm"], settings["weight_dimension_numbers"]

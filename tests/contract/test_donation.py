@@ -22,7 +22,7 @@ class DonationTest(parameterized.TestCase):
         params = entry.params()
         state = entry.make().init(params)
         self.assertNoCommonElements(_pointers(state), _pointers(params))
-        self.assertLen(_pointers(state), len(jax.tree.leaves(state)))
+        self.assertLen(_pointers(state), sum(leaf.size > 0 for leaf in jax.tree.leaves(state)))
 
     @parameterized.named_parameters(*registry.select(core=True))
     def test_an_eager_update_shares_no_buffer_with_its_arguments(self, entry: registry.Entry):

@@ -90,15 +90,22 @@ def _cases(core: bool) -> Iterator[tuple[Any, ...]]:
     """Core entries, or the others, on both types of mesh, with layouts and dtypes in turn."""
     layouts = itertools.cycle(("fsdp_tensor", "fsdp", "layers", "fsdp", "fsdp_tensor"))
     entries = [entry for _, entry in registry.select(contracts=["meshes"]) if entry.core is core]
-    for (entry, axis_type), layout in zip(
-        itertools.product(entries, _TYPES), layouts, strict=False
-    ):
+    for (entry, axis_type), layout in zip(_on_types(entries), layouts, strict=False):
         yield entry, axis_type, layout, "bfloat16" if layout == "fsdp" else "float32"
 
 
 def _every_case() -> Iterator[tuple[Any, ...]]:
     entries = [entry for _, entry in registry.select(contracts=["meshes"], core=True)]
-    yield from itertools.product(entries, _TYPES, _LAYOUTS, ("float32", "bfloat16"))
+    for (entry, axis_type), layout, dtype in itertools.product(
+        _on_types(entries), _LAYOUTS, ("float32", "bfloat16")
+    ):
+        yield entry, axis_type, layout, dtype
+
+
+def _on_types(entries: list[registry.Entry]) -> list[tuple[registry.Entry, AxisType]]:
+    """The entries on the types of mesh axes on which their places are certain."""
+    pairs = itertools.product(entries, _TYPES)
+    return [(e, t) for e, t in pairs if "places" not in e.skips or t is not AxisType.Auto]
 
 
 class MeshMatrixTest(parameterized.TestCase):
@@ -198,9 +205,10 @@ class MeshMatrixTest(parameterized.TestCase):
         if axis_type is AxisType.Explicit and jax.__version_info__ >= (0, 10):
             self.assertEmpty([c for c in found if c.in_loop])
             # Gathered once, over one axis of the mesh after the other.
-            self.assertLessEqual(len(large), 2 * 3, large)
-            if layout == "layers":
-                # A stack that is divided by its layers is orthogonalized where it is.
+            self.assertLessEqual(len(large), 2 * 3 * entry.gathered, large)
+            if layout == "layers" and entry.gathered == 1:
+                # A stack that is divided by its layers is orthogonalized where it is. That of SOAP
+                # is gathered: JAX 0.10 refuses the QR of a stack whose type says it is divided.
                 self.assertLess(max((c.elements for c in found), default=0), 4 * 8 * 16)
 
     def _check_close(self, actual: Any, expected: Any, tolerance: float) -> None:
@@ -214,7 +222,7 @@ class MeshMatrixTest(parameterized.TestCase):
                 np.asarray(x).astype(np.float64),
                 wide,
                 rtol=rtol,
-                atol=tolerance * abs(wide).max(),
+                atol=tolerance * abs(wide).max(initial=0),
                 err_msg=trees.path_of(path),
             )
 

@@ -193,8 +193,15 @@ class ShardMapTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, r"`param_specs`.*at most 2 parts for leaf 'tall'"):
             _mapped(lambda p, g: _train(tx, p, [g], param_specs=specs))(_tree(0), _tree(1))
 
+    # SOAP refuses at `init`; of a preconditioner of the user's, only that could say it.
     @parameterized.named_parameters(
-        *registry.select(where=lambda entry: "shard_map" in entry.skips),
+        *registry.select(
+            where=lambda entry: (
+                "shard_map" in entry.skips
+                and not entry.accepts("precondition_frequency")
+                and entry.factory is not mars_optax.variance_reduced
+            )
+        ),
     )
     def test_what_works_on_whole_leaves_says_so(self, entry: registry.Entry):
         tx = entry.make()

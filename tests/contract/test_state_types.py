@@ -58,6 +58,9 @@ class StateTypesTest(parameterized.TestCase):
         for params_dtype in _DTYPES:
             with _types_on(params_dtype):
                 state = jax.eval_shape(tx.init, entry.params(params_dtype))
+                if entry.kind == "optimizer" and "inner" in entry.kwargs:
+                    # What a preconditioner of the user's keeps is for that to say.
+                    state = state._replace(inner_state=None)
                 for field in ("mu", "nu", "prev_grad"):
                     for leaf in jax.tree.leaves(trees.fields(state, field)):
                         self.assertEqual(leaf.dtype, _state_dtype(entry, field, params_dtype))

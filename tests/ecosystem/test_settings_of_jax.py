@@ -42,7 +42,7 @@ def _grads(params):
 class StrictTest(parameterized.TestCase):
     # The schedules of these entries add a float to a count, which is the user's to widen.
     @parameterized.named_parameters(
-        *registry.select(where=lambda entry: "schedules" not in entry.name)
+        *registry.select(contracts=["strict"], where=lambda entry: "schedules" not in entry.name)
     )
     def test_nothing_is_promoted(self, entry):
         for dtype in ("float32", "bfloat16"):
@@ -154,8 +154,9 @@ class HostMemoryTest(parameterized.TestCase):
         trees.assert_equal(plain.jit(tx.init)(in_host), expected)
         state = jax.jit(tx.init, out_shardings=host)(in_host)
         self.assertTrue(all(x.sharding == host for x in jax.tree.leaves(state)))
-        # All in one memory, as Optax has it.
-        jax.eval_shape(tx.update, in_host, state, in_host)
+        if "host_memory" not in entry.skips:
+            # All in one memory, as Optax has it.
+            jax.eval_shape(tx.update, in_host, state, in_host)
 
 
 class DerivativeTest(parameterized.TestCase):

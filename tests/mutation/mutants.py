@@ -63,23 +63,22 @@ DONATION: Final = "tests/contract/test_donation.py::DonationTest"
 EXECUTE: Final = "tests/kernels/test_execute.py"
 NORMS: Final = "tests/kernels/test_norms.py::NormsTest"
 FUSED: Final = "tests/kernels/test_fused_step.py::FusedStepTest"
+ANY: Final = "tests/test_any_optimizer.py::VarianceReducedTest::test_"
+SOAP: Final = "tests/parity/test_soap.py::"
+SOAP_SQUARE: Final = SOAP + "OracleTest::test_every_step_is_that_of_the_transcription_square"
 LOW: Final = "tests/test_low_precision.py"
 WRAPPERS: Final = "tests/test_wrappers.py"
 ROUNDING: Final = "tests/test_rounding.py"
 DIAGNOSE: Final = "tests/test_diagnose.py::ValueTest"
 TOOLS: Final = "tests/test_tools.py"
 
-_CORRECTED: Final = "c = grad if prev_grad is None else grad + coefficient * (grad - prev_grad)"
+_CORRECTED: Final = "corrected: jax.Array = grad + coefficient * ("
 _COEFFICIENT: Final = "return gamma * b1 / (1 - b1)"
 _QUINTIC: Final = '"quintic": ((3.4445, -4.7750, 2.0315),),'
 _NORM: Final = "norm = jnp.sqrt(jnp.where(is_positive, squares, one))"
 _CLIPPED: Final = "return jnp.where(is_positive & (norm > max_norm), max_norm / norm, one)"
-_SQUARED: Final = (
-    "squared = grad if nu_of_gradient else corrected_gradient(grad, prev_grad, coefficient, clip)"
-)
-_DIRECTION: Final = (
-    "return momentum / mu_correction / (root(nu_hat + eps_root) + eps), mu, nu, nu_max"
-)
+_SQUARED: Final = "grad if nu_of_gradient else c, nu, b2, 2"
+_DIRECTION: Final = "return momentum / (root(nu_hat + eps_root) + eps), mu, nu, nu_max"
 
 _LEAF: Final = (
     Mutant(
@@ -129,23 +128,23 @@ _LEAF: Final = (
         "correction_from_previous",
         "leaf/correction.py",
         _CORRECTED,
-        _CORRECTED.replace("else grad +", "else prev_grad +"),
+        _CORRECTED.replace("= grad +", "= prev_grad +"),
         "the correction is added to the previous gradient",
         (MARS_0,),
     ),
     Mutant(
         "clip_not_applied",
-        "leaf/correction.py",
-        "return c if clip is None else c * clip",
-        "return c",
+        "run.py",
+        "c if clip is None else c * clip",
+        "c",
         "the factor of the clip is not applied",
         (MARS_0,),
     ),
     Mutant(
         "squares_of_complex",
         "leaf/clipping.py",
-        "jnp.sum(jnp.real(x * jnp.conj(x)), axis=axes",
-        "jnp.sum(jnp.real(x * x), axis=axes",
+        "jnp.sum(jnp.real(x * jnp.conj(y)), axis=axes",
+        "jnp.sum(jnp.real(x * y), axis=axes",
         "the square of a complex entry instead of its modulus",
         (TREES + "::ComplexTest::test_mars_uses_the_squared_modulus",),
     ),
@@ -195,7 +194,7 @@ _LEAF: Final = (
         "mu = optax.tree.update_moment(c, mu, b1, 1)",
         "mu = b1 * mu + c",
         "the factor 1 - b1 of the momentum is lost",
-        (MARS_0,),
+        (FREE + "1",),
     ),
     Mutant(
         "momentum_decay_exchanged",
@@ -203,7 +202,7 @@ _LEAF: Final = (
         "mu = optax.tree.update_moment(c, mu, b1, 1)",
         "mu = optax.tree.update_moment(c, mu, 1 - b1, 1)",
         "b1 and 1 - b1 are exchanged in the momentum",
-        (MARS_0,),
+        (LION_4,),
     ),
     Mutant(
         "direction_of_gradient",
@@ -211,21 +210,21 @@ _LEAF: Final = (
         "return mu, mu",
         "return c, mu",
         "the direction is the corrected gradient, not its average",
-        (MARS_0,),
+        (LION_4,),
     ),
     Mutant(
         "free_without_coefficient",
-        "leaf/momentum.py",
-        "(1 - b1) * (1 + coefficient) * grad",
-        "(1 - b1) * grad",
+        "estimator.py",
+        "other = jnp.zeros_like(grad)",
+        "other = None",
         "the memory-free momentum lacks 1 + k",
         (FREE + "0",),
     ),
     Mutant(
         "free_sign",
-        "leaf/momentum.py",
-        "return momentum, momentum - next_gamma * grad",
-        "return momentum, momentum + next_gamma * grad",
+        "estimator.py",
+        "return momentum + correction.corrected_gradient(zeros, grad, next_gamma)",
+        "return momentum - correction.corrected_gradient(zeros, grad, next_gamma)",
         "the memory-free buffer has gamma g with the wrong sign",
         (FREE + "0",),
     ),
@@ -472,48 +471,40 @@ _LEAF: Final = (
 _STATE: Final = (
     Mutant(
         "previous_not_kept",
-        "previous.py",
-        "prev_grad, prev_grad_scale = copies(updates, like=state.prev_grad), None",
-        "prev_grad, prev_grad_scale = copies(state.prev_grad, like=state.prev_grad), None",
+        "estimator.py",
+        'return {"prev_grad": trees.copies(updates, like=state.prev_grad)}',
+        'return {"prev_grad": trees.copies(state.prev_grad, like=state.prev_grad)}',
         "the previous gradient is never replaced",
         (MARS_0,),
     ),
     Mutant(
         "previous_corrected",
-        "transformation.py",
-        "**source.advance(updates, state, params),",
-        "**source.advance(jax.tree.map(lambda g, p: g + source.coefficient(state.count) * (g - p), "
-        "updates, state.prev_grad) if mode == 'approx' else updates, state, params),",
+        "estimator.py",
+        "fields |= _stored(updates, state)",
+        "its = functools.partial(_corrected, k=self.coefficient(state.count))\n"
+        "            fields |= _stored(jax.tree.map(its, updates, prev_grad, updates), state)",
         "the state keeps the corrected gradient, not the gradient",
         (MARS_0,),
     ),
     Mutant(
-        "previous_corrected_link",
-        "links.py",
-        "**source.advance(updates, state, params),",
-        "**source.advance(corrected, state, params),",
-        "the link keeps the corrected gradient, not the gradient",
-        (MARS_CHAIN,),
-    ),
-    Mutant(
         "previous_params_not_kept",
-        "previous.py",
-        '"prev_params": copies(params, like=state.prev_params),',
-        '"prev_params": copies(state.prev_params, like=state.prev_params),',
+        "estimator.py",
+        "return trees.copies(params, like=state.prev_params)",
+        "return trees.copies(state.prev_params, like=state.prev_params)",
         "exact mode evaluates at the initial parameters for ever",
         (EXACT + "::OracleTest",),
     ),
     Mutant(
         "previous_params_of_optimizer_not_kept",
         "assembly.py",
-        "prev_params = previous.copies(params, like=state.prev_params)",
-        "prev_params = previous.copies(state.prev_params, like=state.prev_params)",
+        "prev_params = source.next_params(state, params, extra_args)",
+        "prev_params = trees.copies(state.prev_params, like=state.prev_params)",
         "where vectors have a rule of their own, exact mode stays at the initial parameters",
         (EXACT + "::OracleTest",),
     ),
     Mutant(
         "exact_first_step",
-        "previous.py",
+        "estimator.py",
         "lambda g: jnp.where(state.count == 0, precision.beside(0, g), g), prev_grad",
         "lambda g: g, prev_grad",
         "exact mode has no zeros before the first step",
@@ -521,7 +512,7 @@ _STATE: Final = (
     ),
     Mutant(
         "no_first_correction_lost",
-        "previous.py",
+        "estimator.py",
         'return jnp.where(count == 0, 0.0, k) if self.first_step == "no_correction" else k',
         "return k",
         "`first_step` is without effect",
@@ -529,7 +520,7 @@ _STATE: Final = (
     ),
     Mutant(
         "no_first_correction_twice",
-        "previous.py",
+        "estimator.py",
         "return jnp.where(count == 0, 0.0, k) if",
         "return jnp.where(count <= 1, 0.0, k) if",
         "the second step has no correction either",
@@ -553,25 +544,17 @@ _STATE: Final = (
     ),
     Mutant(
         "gamma_of_next_step",
-        "transformation.py",
-        "coefficient=source.coefficient(state.count),",
-        "coefficient=source.coefficient(count),",
+        "estimator.py",
+        "k, a = self.coefficient(state.count), updates",
+        "k, a = self.coefficient(state.count + 1), updates",
         "a schedule of gamma is read one step ahead",
         (MARS_0,),
     ),
     Mutant(
-        "gamma_of_next_step_link",
-        "links.py",
-        "coefficient = source.coefficient(state.count)\n",
-        "coefficient = source.coefficient(state.count + 1)\n",
-        "the link reads a schedule of gamma one step ahead",
-        (_CHAINS + "::ChainTest",),
-    ),
-    Mutant(
         "free_gamma_of_this_step",
-        "transformation.py",
-        '{"next_gamma": source.gamma_at(count)}',
-        '{"next_gamma": source.gamma_at(state.count)}',
+        "estimator.py",
+        "next_k = self.coefficient(optax.safe_increment(state.count))",
+        "next_k = self.coefficient(state.count)",
         "the memory-free form reads gamma of this step, not of the next",
         (CORNERS + "::GammaTest",),
     ),
@@ -602,30 +585,22 @@ _STATE: Final = (
     Mutant(
         "clip_of_tree",
         "run.py",
-        "for x in sum_shards(squares, updates, axes, specs)",
+        "for x in in_shard_map.sum_parts(squares, updates, axes, specs)",
         "for x in [sum(jnp.sum(y) for y in squares) + 0 * x for x in squares]",
         "all leaves are clipped together",
         (MARS_0,),
     ),
     Mutant(
-        "clip_of_leaf_link",
-        "links.py",
-        "squares = [clipping.squares(x, a.of_one_norm) for x, a in trees.rows((wide, axes))]",
-        "squares = [clipping.squares(x, tuple(range(x.ndim))) for x in jax.tree.leaves(wide)]",
-        "the link clips a stack as one matrix",
-        (ISOLATION + "::ContainmentTest::test_an_undeclared_stack_is_clipped_as_one",),
-    ),
-    Mutant(
         "clip_of_gradient",
         "run.py",
-        "return correction.corrected_gradient(grad, prev[0] if prev else None, k)",
-        "return correction.corrected_gradient(grad, None, k)",
+        "return estimate.corrected(grad, other[0] if other else None, k)",
+        "return grad",
         "the norm is that of the gradient, not of the corrected one",
         (MARS_0,),
     ),
     Mutant(
         "not_narrowed",
-        "run.py",
+        "trees.py",
         "lambda x, y: x.astype(jnp.result_type(y)), tree, like",
         "lambda x, y: x, tree, like",
         "updates of bfloat16 parameters are float32",
@@ -651,9 +626,9 @@ _STATE: Final = (
     ),
 )
 
-_CHAIN: Final = (
-    "            optax.add_decayed_weights(self.weight_decay, decay_mask),\n"
-    "            optax.scale_by_learning_rate(self.learning_rate),\n"
+_DECAYED: Final = "direction = direction + decay * precision.widen("
+_STEP: Final = (
+    "            directions, state = rule.update(g, state, finish.params, **extra_args)\n"
 )
 _FANS: Final = (
     "            math.prod(shape[i] for i in self.reduction),\n"
@@ -663,60 +638,58 @@ _FANS: Final = (
 _ASSEMBLY: Final = (
     Mutant(
         "decay_after_rate",
-        "fused.py",
-        _CHAIN,
-        "            optax.scale_by_learning_rate(self.learning_rate),\n"
-        "            optax.add_decayed_weights(self.weight_decay, decay_mask),\n",
+        "run.py",
+        _DECAYED,
+        _DECAYED.replace("decay *", "decay / scale *"),
         "decay is not multiplied by the learning rate, and its sign is wrong",
         (MARS_1,),
     ),
     Mutant(
         "decay_in_gradient",
-        "fused.py",
-        "            self.rule,\n" + _CHAIN,
-        "            optax.add_decayed_weights(self.weight_decay, decay_mask),\n"
-        "            self.rule,\n"
-        "            optax.scale_by_learning_rate(self.learning_rate),\n",
+        "assembly.py",
+        _STEP,
+        "            g = jax.tree.map(lambda x, p: x + finish.decay * p, g, finish.params)\n"
+        "            finish = dataclasses.replace(finish, decay=0.0)\n" + _STEP,
         "decay is part of the gradient: L2 regularization",
         (MARS_1,),
     ),
     Mutant(
         "mask_lost",
         "assembly.py",
-        "chain.link(decay_mask).update(",
-        "chain.link(None).update(",
+        "decays = decays_of(updates)",
+        "decays = jax.tree.map(lambda _: True, updates)",
         "the mask of the decay is without effect",
         ("tests/contract/test_wrappers.py::SubsetTest::test_decay_mask_is_the_one_of_adamw",),
     ),
     Mutant(
         "vector_rate_lost",
         "assembly.py",
-        "vectors = fused.Chain(vector, learning_rate_1d, weight_decay_1d,",
-        "vectors = fused.Chain(vector, learning_rate, weight_decay_1d,",
+        '_Group(rule, rates["learning_rate_1d"], rates["weight_decay_1d"])',
+        '_Group(rule, rates["learning_rate"], rates["weight_decay_1d"])',
         "`learning_rate_1d` is without effect",
         (MARS_1,),
     ),
     Mutant(
         "vector_decay_lost",
         "assembly.py",
-        "vectors = fused.Chain(vector, learning_rate_1d, weight_decay_1d,",
-        "vectors = fused.Chain(vector, learning_rate_1d, weight_decay,",
+        '_Group(rule, rates["learning_rate_1d"], rates["weight_decay_1d"])',
+        '_Group(rule, rates["learning_rate_1d"], rates["weight_decay"])',
         "`weight_decay_1d` is without effect",
         (LION_4,),
     ),
     Mutant(
         "decay_narrow",
-        "assembly.py",
-        "wide_params = jax.tree.map(precision.widen, like)",
-        "wide_params = like",
+        "run.py",
+        "decay * precision.widen(param, precision.compute_dtype(direction))",
+        "(decay * jnp.asarray(param)).astype(direction.dtype)",
         "the decay of bfloat16 parameters is computed in bfloat16",
         (TYPES + "::test_an_update_in_bfloat16_is_that_in_float32_rounded_once",),
     ),
     Mutant(
         "direction_narrow",
         "assembly.py",
-        "wide_updates = jax.tree.map(precision.widen, updates)",
-        "wide_updates = updates",
+        "wide = jax.tree.map(precision.widen, updates)",
+        "wide = updates",
         "the direction of a bfloat16 gradient is rounded before decay and rate",
         (TYPES + "::test_an_update_in_bfloat16_is_that_in_float32_rounded_once",),
     ),
@@ -779,31 +752,31 @@ _ASSEMBLY: Final = (
     Mutant(
         "fused_mask_lost",
         "run.py",
-        "scale, decay if decays else None)\n            return direction",
-        "scale, decay)\n            return direction",
+        "scale, decay if decays else None)\n                direction =",
+        "scale, decay)\n                direction =",
         "the fused step decays what the mask leaves out",
         (FUSED + "::test_kernels_make_the_parameters_and_state_of_two_calls7",),
     ),
     Mutant(
-        "fused_decay_sign",
+        "decay_sign",
         "run.py",
-        "direction = direction + decay * wide",
-        "direction = direction - decay * wide",
-        "the fused step decays with the wrong sign",
-        (FUSED + "::test_kernels_make_the_parameters_and_state_of_two_calls8",),
+        _DECAYED,
+        _DECAYED.replace("+ decay", "- decay"),
+        "the decay has the wrong sign",
+        (MARS_1,),
     ),
     Mutant(
         "fused_update_wide",
         "run.py",
-        "update = (scale * direction).astype(param.dtype)",
-        "update = scale * direction",
+        "precision.widen(param), update.astype(param.dtype)",
+        "precision.widen(param), update",
         "the fused step does not round the update of a bfloat16 parameter",
         (FUSED + "::test_bfloat16_parameters_are_rounded_as_by_two_calls",),
     ),
     Mutant(
         "fused_other_buffer",
         "run.py",
-        "begin = 1 + has_prev\n",
+        "begin = 1 + has_other\n",
         "begin = 1\n",
         "the fused step writes moments over the previous gradient",
         (FUSED + "::test_parameters_and_moments_are_written_over_what_they_were",),
@@ -817,12 +790,12 @@ _ASSEMBLY: Final = (
         (FUSED + "::test_parameters_and_moments_are_written_over_what_they_were",),
     ),
     Mutant(
-        "fused_scheduled_decay",
-        "fused.py",
-        "decay, inner_state = optax.add_decayed_weights(self.weight_decay).update(",
-        "decay, _ = optax.add_decayed_weights(self.weight_decay).update(",
-        "the fused step does not advance a schedule of the decay",
-        (FUSED + "::test_kernels_make_the_parameters_and_state_of_two_calls3",),
+        "schedules_stay",
+        "assembly.py",
+        "value(count) if callable(value)",
+        "value(0 * count) if callable(value)",
+        "schedules of rate and decay stay at their first value",
+        (MARS_2,),
     ),
     Mutant(
         "kernels_beside_newton_schulz",
@@ -970,16 +943,14 @@ _ASSEMBLY: Final = (
     ),
 )
 
-_CORRECTION_CLIP: Final = (
-    "lambda x: x * precision.widen_scalar(factor, precision.compute_dtype(x)),"
-)
+_NEW: Final = 'new = a if self.correction == "svrg" else corrected'
 
 _VARIANTS: Final = (
     Mutant(
         "nu_of_gradient_always",
         "variants/adamw.py",
         _SQUARED,
-        "squared = grad",
+        "grad, nu, b2, 2",
         "v averages the squares of g where those of c are due",
         (MARS_0,),
     ),
@@ -987,23 +958,15 @@ _VARIANTS: Final = (
         "nu_of_corrected_always",
         "variants/adamw.py",
         _SQUARED,
-        "squared = corrected_gradient(grad, prev_grad, coefficient, clip)",
+        "c, nu, b2, 2",
         "v averages the squares of c where those of g are due",
         (MARS_1,),
     ),
     Mutant(
-        "nu_unclipped",
-        "variants/adamw.py",
-        _SQUARED,
-        _SQUARED.replace("coefficient, clip)", "coefficient)"),
-        "v averages the squares of c before the clip",
-        (MARS_0,),
-    ),
-    Mutant(
         "nu_with_b1",
         "variants/adamw.py",
-        "nu = optax.tree.update_moment_per_elem_norm(squared, nu, b2, 2)",
-        "nu = optax.tree.update_moment_per_elem_norm(squared, nu, b1, 2)",
+        _SQUARED,
+        _SQUARED.replace("b2", "b1"),
         "v decays by b1",
         (MARS_0,),
     ),
@@ -1052,24 +1015,25 @@ _VARIANTS: Final = (
     Mutant(
         "mu_uncorrected",
         "variants/adamw.py",
-        _DIRECTION,
-        _DIRECTION.replace("momentum / mu_correction /", "momentum /"),
+        "momentum = mu / mu_correction\n",
+        "momentum = mu\n",
         "the momentum has no bias correction",
         (MARS_0,),
     ),
     Mutant(
         "nu_corrected_by_b1",
         "variants/adamw.py",
-        '"nu_correction": bias_correction(precision.widen_scalar(b2), count),',
-        '"nu_correction": bias_correction(precision.widen_scalar(b1), count),',
+        'own["nu_correction"] = bias_correction(precision.widen_scalar(b2), count)',
+        'own["nu_correction"] = bias_correction(precision.widen_scalar(b1), count)',
         "the bias correction of v is that of the momentum",
         (MARS_0,),
     ),
     Mutant(
         "vector_decay_rates_exchanged",
         "variants/adamw.py",
-        "        b1_1d,\n        b2_1d,\n        eps_1d,\n",
-        "        b2_1d,\n        b1_1d,\n        eps_1d,\n",
+        'own = {key: settings[f"{key}_1d"] for key in ("b1", "b2", "eps", "eps_root")}',
+        'own = {key: settings[f"{key}_1d"] for key in ("b1", "b2", "eps", "eps_root")}\n'
+        '    own["b1"], own["b2"] = own["b2"], own["b1"]',
         "b1_1d and b2_1d are exchanged",
         (MARS_1,),
     ),
@@ -1084,16 +1048,16 @@ _VARIANTS: Final = (
     Mutant(
         "vector_eps_lost",
         "variants/adamw.py",
-        "eps if eps_1d is None else eps_1d,",
-        "eps,",
+        "settings.get(key, default) if own[key] is None else own[key]",
+        "settings.get(key, default)",
         "`eps_1d` is without effect",
         (MARS_1,),
     ),
     Mutant(
         "optimize_1d_inverted",
         "variants/adamw.py",
-        "None if optimize_1d else lambda correction: vector_rule,",
-        "lambda correction: vector_rule if optimize_1d else None,",
+        "vector_rule=None if optimize_1d else for_vectors(settings),",
+        "vector_rule=for_vectors(settings) if optimize_1d else None,",
         "`optimize_1d` is without effect",
         (MARS_0,),
     ),
@@ -1101,17 +1065,9 @@ _VARIANTS: Final = (
         "lion_of_gradient",
         "variants/lion.py",
         "return jnp.sign(momentum), mu",
-        "return jnp.sign(arrays[0]), mu",
+        "return jnp.sign(arrays[1]), mu",
         "Lion takes the sign of the gradient",
         (LION_4,),
-    ),
-    Mutant(
-        "lion_of_buffer",
-        "variants/lion.py",
-        "return jnp.sign(momentum), mu",
-        "return jnp.sign(mu), mu",
-        "memory-free Lion takes the sign of its buffer",
-        (FREE + "1",),
     ),
     Mutant(
         "lion_without_sign",
@@ -1132,17 +1088,16 @@ _VARIANTS: Final = (
     Mutant(
         "shampoo_eps",
         "variants/shampoo.py",
-        "        eps=eps,\n",
-        "        eps=1e-8,\n",
+        "ns_precision, eps, newton_schulz_fn",
+        "ns_precision, 1e-8, newton_schulz_fn",
         "`eps` of Shampoo is without effect",
         (SHAMPOO_3,),
     ),
     Mutant(
         "mars_m_factor",
         "variants/mars_m.py",
-        "matrix_directions=orthogonalize.matrix_directions(iteration, newton_schulz.rms_factor),",
-        "matrix_directions=orthogonalize.matrix_directions("
-        "iteration, newton_schulz.spectral_factor),",
+        "orthogonalize.transformation(iteration, newton_schulz.rms_factor, numbers)",
+        "orthogonalize.transformation(iteration, newton_schulz.spectral_factor, numbers)",
         "MARS-M has the factor of Shampoo",
         (MARS_M_3,),
     ),
@@ -1196,31 +1151,31 @@ _VARIANTS: Final = (
     ),
     Mutant(
         "storm_coefficient",
-        "links.py",
-        "jnp.where(state.count == 0, 0.0, 1 - source.gamma_at(state.count))",
-        "jnp.where(state.count == 0, 0.0, source.gamma_at(state.count))",
+        "estimator.py",
+        "return 1 - _at(self.gamma, count)",
+        "return _at(self.gamma, count)",
         "STORM takes gamma for 1 - gamma",
         (STORM + "::EstimatorTest",),
     ),
     Mutant(
         "storm_first_step",
-        "links.py",
-        "jnp.where(state.count == 0, 0.0, 1 - source.gamma_at(state.count))",
-        "1 - source.gamma_at(state.count)",
+        "estimator.py",
+        "a = trees.choose(is_new, anchor, state.prev_corrected)",
+        "a = state.prev_corrected",
         "the first estimate of STORM is gamma g",
         (STORM + "::EstimatorTest",),
     ),
     Mutant(
         "storm_keeps_gradient",
-        "links.py",
-        "prev_corrected=previous.copies(corrected, like=state.prev_corrected),",
-        "prev_corrected=previous.copies(updates, like=state.prev_corrected),",
+        "estimator.py",
+        _NEW,
+        _NEW.replace("else corrected", "else updates"),
         "STORM keeps the gradient, not its estimate",
         (STORM + "::EstimatorTest",),
     ),
     Mutant(
         "storm_nesterov_correction",
-        "variants/storm.py",
+        "variants/adamw.py",
         "b1 * (mu / next_mu_correction)",
         "b1 * (mu / mu_correction)",
         "Nesterov momentum has the bias correction of this step",
@@ -1228,10 +1183,10 @@ _VARIANTS: Final = (
     ),
     Mutant(
         "correction_clip_of_leaf",
-        "links.py",
-        _CORRECTION_CLIP,
-        "lambda x: x * clipping.factor_of_squares(jnp.sum(x * x), correction_clip),",
-        "`correction_clip` bounds every leaf on its own",
+        "estimator.py",
+        "optax.tree.norm(added, squared=True)",
+        "max(jnp.sum(jnp.abs(x) ** 2) for x in jax.tree.leaves(added))",
+        "`correction_clip` bounds the largest leaf alone",
         (STORM + "::EstimatorTest",),
     ),
     Mutant(
@@ -1309,15 +1264,15 @@ _VARIANTS: Final = (
     Mutant(
         "diagnose_gamma",
         "diagnose.py",
-        "value = gamma(node.count) if callable(gamma) else gamma",
-        "value = gamma(node.count + 1) if callable(gamma) else gamma",
+        "gamma(node.count) if callable(gamma) else gamma",
+        "gamma(node.count + 1) if callable(gamma) else gamma",
         "`diagnose` reads a schedule of gamma one step ahead",
         (DIAGNOSE + "::test_a_scheduled_gamma_is_taken_at_the_count_of_the_state",),
     ),
     Mutant(
         "diagnose_norm",
         "diagnose.py",
-        "squares = _inner(g + added, g + added)",
+        "squares = _inner(c, c)",
         "squares = _inner(g, g)",
         "`diagnose` takes the gradient for the corrected one",
         (DIAGNOSE,),
@@ -1376,7 +1331,137 @@ _ROW_NORMALIZATION: Final = (
     ),
 )
 
-MUTANTS: Final = (*_LEAF, *_STATE, *_ASSEMBLY, *_VARIANTS, *_ROW_NORMALIZATION)
+_PRECONDITIONERS: Final = (
+    Mutant(
+        "adam_momentum_exchanged",
+        "variants/adamw.py",
+        "mu = optax.tree.update_moment(c, mu, b1, 1)",
+        "mu = optax.tree.update_moment(c, mu, 1 - b1, 1)",
+        "b1 and 1 - b1 are exchanged in the momentum of Adam",
+        (MARS_0,),
+    ),
+    Mutant(
+        "inner_of_gradient",
+        "transformation.py",
+        "inner.update(result, state.inner_state",
+        "inner.update(updates, state.inner_state",
+        "the preconditioner gets the gradient, neither corrected nor clipped",
+        (ANY + "with_adam_it_is_mars0",),
+    ),
+    Mutant(
+        "inner_state_wide",
+        "transformation.py",
+        "optax.tree.cast_like(new, state.inner_state)",
+        "new",
+        "the state of a preconditioner takes the dtypes of the gradients",
+        (ANY + "a_preconditioner_gets_matrices_in_float32_parameters_and_extra_arguments",),
+    ),
+    Mutant(
+        "inner_without_parameters",
+        "transformation.py",
+        "state.inner_state, params, **extra_args",
+        "state.inner_state, None, **extra_args",
+        "the preconditioner gets no parameters",
+        (ANY + "a_preconditioner_gets_matrices_in_float32_parameters_and_extra_arguments",),
+    ),
+    Mutant(
+        "inner_state_lost",
+        "assembly.py",
+        'inner_state = getattr(rules[0], "inner_state", None)',
+        "inner_state = None",
+        "an optimizer drops the state of its preconditioner",
+        (ANY + "with_adam_it_is_mars0",),
+    ),
+    Mutant(
+        "mask_inverted",
+        "assembly.py",
+        "lambda _: bool(m), below",
+        "lambda _: not m, below",
+        "what the mask leaves out decays, and the rest does not",
+        ("tests/contract/test_wrappers.py::SubsetTest::test_decay_mask_is_the_one_of_adamw",),
+    ),
+    Mutant(
+        "soap_moves_at_first",
+        "variants/soap.py",
+        "is_skipped = (count == 0) & has_basis",
+        "is_skipped = jnp.zeros([], bool)",
+        "SOAP moves in its first step, before it has bases",
+        (SOAP + "FirstStepTest",),
+    ),
+    Mutant(
+        "soap_count",
+        "variants/soap.py",
+        "step = jnp.maximum(count, 1) if has_basis else",
+        "step = optax.safe_increment(count) if has_basis else",
+        "the bias corrections of SOAP count the skipped step",
+        (SOAP_SQUARE,),
+    ),
+    Mutant(
+        "soap_order",
+        "variants/soap.py",
+        "order = jnp.argsort(-sizes, axis=2)",
+        "order = jnp.argsort(sizes, axis=2)",
+        "QR keeps the span of small eigenvalues",
+        (SOAP_SQUARE,),
+    ),
+    Mutant(
+        "soap_nu_stays",
+        "variants/soap.py",
+        "nu = jnp.take_along_axis(nu, order, axis=1 + side)",
+        "pass",
+        "the second moments do not follow the order of the bases",
+        (SOAP_SQUARE,),
+    ),
+    Mutant(
+        "soap_bases_stay",
+        "variants/soap.py",
+        "basis = jnp.linalg.qr(jnp.take_along_axis(image, order, axis=2))[0]",
+        "basis = jnp.take_along_axis(basis, order, axis=2)",
+        "the bases of SOAP stay those of the first gradient",
+        (SOAP_SQUARE,),
+    ),
+    Mutant(
+        "soap_beta_lost",
+        "variants/soap.py",
+        "beta = b2 if shampoo_beta is None else shampoo_beta",
+        "beta = b2",
+        "`shampoo_beta` is without effect",
+        (SOAP + "OracleTest::test_every_step_is_that_of_the_transcription_own_beta",),
+    ),
+    Mutant(
+        "soap_nu_not_rotated",
+        "variants/soap.py",
+        "_rotated(seen, *bases), nu, beta2, 2",
+        "seen, nu, beta2, 2",
+        "the second moments of SOAP are of the gradient's own entries",
+        (SOAP_SQUARE,),
+    ),
+    Mutant(
+        "soap_longer_side",
+        "variants/soap.py",
+        "one_sided and side != (fans[0] > fans[1])",
+        "one_sided and side == (fans[0] > fans[1])",
+        "one-sided SOAP preconditions the longer side",
+        (SOAP + "OracleTest::test_every_step_is_that_of_the_transcription_one_sided_wide",),
+    ),
+    Mutant(
+        "soap_products_narrow",
+        "variants/soap.py",
+        'functools.partial(jnp.matmul, precision="highest")',
+        "jnp.matmul",
+        "the products of SOAP have the default precision of a device",
+        (SOAP + "ExecutionTest::test_no_product_is_in_the_low_precision_of_a_device",),
+    ),
+)
+
+MUTANTS: Final = (
+    *_LEAF,
+    *_STATE,
+    *_ASSEMBLY,
+    *_VARIANTS,
+    *_ROW_NORMALIZATION,
+    *_PRECONDITIONERS,
+)
 
 EQUIVALENT: Final = (
     Equivalent(
@@ -1385,7 +1470,7 @@ EQUIVALENT: Final = (
         "at the bound itself the factor is 1 either way",
     ),
     Equivalent(
-        "fused.py",
+        "assembly.py",
         "a decay of 0 is multiplied and added like any other",
         "0 times a finite parameter is 0: it only costs time",
     ),

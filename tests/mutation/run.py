@@ -39,7 +39,7 @@ RESULTS: Final = ROOT / "tests" / "mutation" / "results.json"
 PROGRAMS: Final = ROOT / "build" / "mutation_programs"
 EVERYTHING: Final = ("tests/parity", "tests/contract")
 # What a copy needs for its tests.
-COPIED: Final = ("mars_optax", "tests", "pyproject.toml")
+COPIED: Final = ("docs", "mars_optax", "tests", "pyproject.toml")
 # A mutant may be slower than the package; one that is this much slower does not end.
 SLOWEST: Final = 10.0
 START: Final = 60.0  # seconds in which an interpreter has started, on a busy machine

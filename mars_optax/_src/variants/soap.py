@@ -87,7 +87,9 @@ def scale_by_soap(
         axes = axes_of(params)
         partition.require_matrices(axes, params, "scale_by_soap")
         partition.record_axes(axes)
-        in_shard_map.require_whole(params, None, "`init` of `scale_by_soap`")
+        in_shard_map.require_whole(
+            params, None, "`init` of `scale_by_soap`, to be called outside of it,"
+        )
 
         def zeros(side: int) -> Any:
             def on_leaf(p: Any, a: partition.Axes) -> jax.Array:
