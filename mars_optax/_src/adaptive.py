@@ -93,11 +93,12 @@ class AdaptiveGamma:
 
     def init(self, p: Any, norm_axes: tuple[int, ...]) -> AdaptiveGammaState:
         """The state of one leaf."""
-        buffer = trees.zeros_like(p, precision.storage_dtype(p))
+        dtype = precision.storage_dtype(p)
+        # Each its own buffer, so that the state can be donated.
+        effect, plain = (trees.zeros_like(p, dtype) for _ in range(2))
         # Made as in every later step, they lie on a mesh as those do.
-        zero = precision.widen(buffer)
-        averages = clipping.inner(zero, zero, norm_axes)
-        return AdaptiveGammaState(averages, averages, buffer, buffer)
+        cross, square = (clipping.squares(precision.widen(x), norm_axes) for x in (effect, plain))
+        return AdaptiveGammaState(cross, square, plain, effect)
 
     def gamma(self, state: AdaptiveGammaState) -> jax.Array:
         """Gamma of the coming step, for each matrix of a leaf."""
