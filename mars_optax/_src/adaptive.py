@@ -123,8 +123,10 @@ class AdaptiveGamma:
     ) -> AdaptiveGammaState:
         """The state after a step with these products and gradients."""
         w, a = precision.widen(state.effect), precision.widen(state.plain)
+        # Where a norm overflows, or is NaN, the step does not count: an average would not forget it.
+        counts = jnp.isfinite(sum(products))
         cross, square = (
-            self.decay * old + (1 - self.decay) * x
+            jnp.where(counts, self.decay * old + (1 - self.decay) * x, old)
             for old, x in zip(state[:2], products, strict=True)
         )
         new = cross, square, b1 * a + (1 - b1) * grad, b1 * (w + grad - prev_grad)
