@@ -164,6 +164,9 @@ def _entries() -> Iterator[Entry]:
 
     exact_mars, storm_adamw = _with_grad_fn(mars), _with_grad_fn(mars_optax.storm_adamw)
     yield enrol(exact_mars, "optimizer", "mixed", "exact", correction="exact")
+    yield enrol(exact_mars, "optimizer", "mixed", "svrg", correction="svrg", alpha=0.5)
+    adaptive = mars_optax.AdaptiveGamma()
+    yield enrol(mars, "optimizer", "mixed", "adaptive", gamma=adaptive)
     yield enrol(mars, "optimizer", "mixed", "float8", prev_grad_dtype="float8_e4m3fn")
     yield enrol(storm_adamw, "optimizer", "mixed")
 
@@ -193,6 +196,9 @@ def _entries() -> Iterator[Entry]:
         eps_1d=1e-6,
     )
     yield enrol(muon, "optimizer", "stacked", "specs", weight_dimension_numbers=_stacked_specs)
+    exact_muon = _with_grad_fn(muon)
+    yield enrol(exact_muon, "optimizer", "mixed", "sarah", correction="sarah")
+    yield enrol(exact_muon, "optimizer", "mixed", "adaptive", correction="exact", gamma=adaptive)
 
     scale_by_mars = mars_optax.scale_by_mars
     yield enrol(scale_by_mars, "direction", "mixed")

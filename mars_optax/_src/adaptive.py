@@ -11,12 +11,12 @@ from mars_optax._src.leaf import clipping, precision
 
 
 class AdaptiveGammaState(NamedTuple):
-    """What :class:`AdaptiveGamma` keeps of one leaf."""
+    """What :class:`AdaptiveGamma` keeps: trees of the parameters' structure."""
 
-    cross: jax.Array  # average of <w, f - a>, one for each matrix
-    square: jax.Array  # average of |w|^2, one for each matrix
-    plain: jax.Array  # a, the momentum without the correction
-    effect: jax.Array  # w, the derivative of the momentum by gamma
+    cross: Any  # average of <w, f - a>, one for each matrix
+    square: Any  # average of |w|^2, one for each matrix
+    plain: Any  # a, the momentum without the correction
+    effect: Any  # w, the derivative of the momentum by gamma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,25 +91,27 @@ class AdaptiveGamma:
                 f"`low`: expected a number up to `high`={self.high}, got {self.low}. Exchange them."
             )
 
-    def init(self, p: Any, norm_axes: tuple[int, ...]) -> AdaptiveGammaState:
-        """The state of one leaf."""
-        dtype = precision.storage_dtype(p)
+    def init(self, params: Any, axes: Any) -> AdaptiveGammaState:
+        """The state before the first step."""
         # Each its own buffer, so that the state can be donated.
-        effect, plain = (trees.zeros_like(p, dtype) for _ in range(2))
+        plain, effect = trees.zeros(params), trees.zeros(params)
         # Made as in every later step, they lie on a mesh as those do.
-        cross, square = (clipping.squares(precision.widen(x), norm_axes) for x in (effect, plain))
+        cross, square = (
+            jax.tree.map(lambda x, a: clipping.squares(precision.widen(x), a.of_one_norm), x, axes)
+            for x in (plain, effect)
+        )
         return AdaptiveGammaState(cross, square, plain, effect)
 
-    def gamma(self, state: AdaptiveGammaState) -> jax.Array:
+    def gamma(self, cross: jax.Array, square: jax.Array) -> jax.Array:
         """Gamma of the coming step, for each matrix of a leaf."""
-        is_known = state.square > 0
-        ratio = state.cross / jnp.where(is_known, state.square, 1)
+        is_known = square > 0
+        ratio = cross / jnp.where(is_known, square, 1)
         return jnp.where(is_known, jnp.clip(ratio, self.low, self.high), self.initial)
 
     def products(
         self, state: AdaptiveGammaState, unseen: jax.Array, norm_axes: tuple[int, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        """<w, f - a> and |w|^2 of a step, of what this device has of each matrix."""
+        """Of one leaf <w, f - a> and |w|^2, of what this device has of each matrix."""
         w, a = precision.widen(state.effect), precision.widen(state.plain)
         return clipping.inner(w, unseen - a, norm_axes), clipping.inner(w, w, norm_axes)
 
@@ -121,9 +123,9 @@ class AdaptiveGamma:
         prev_grad: jax.Array,
         b1: Any,
     ) -> AdaptiveGammaState:
-        """The state after a step with these products and gradients."""
+        """The state of one leaf after a step with these products and gradients."""
         w, a = precision.widen(state.effect), precision.widen(state.plain)
-        # Where a norm overflows, or is NaN, the step does not count: an average would not forget it.
+        # Where a norm overflows the step does not count: an average would not forget it.
         counts = jnp.isfinite(sum(products))
         cross, square = (
             jnp.where(counts, self.decay * old + (1 - self.decay) * x, old)

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from mars_optax._src import checks, fused, manual, named, partition, trees, types
+from mars_optax._src.adaptive import AdaptiveGammaState
 from mars_optax._src.estimator import OF_ANY_SHAPE, PER_ROW, HandedOver
 from mars_optax._src.kernels import execute
 from mars_optax._src.leaf import precision
@@ -227,6 +228,8 @@ def _part(labels: Any, label: str, tree: Any) -> Any:
     """The leaves with one label, and placeholders for the others; all without labels."""
     if tree is None or labels is None:
         return tree
+    if isinstance(tree, AdaptiveGammaState):
+        return AdaptiveGammaState(*(_part(labels, label, x) for x in tree))
     return jax.tree.map(lambda its, x: x if its == label else optax.MaskedNode(), labels, tree)
 
 
@@ -235,6 +238,8 @@ def _whole(labels: Any, parts: Sequence[Any]) -> Any:
     parts = [part for part in parts if part is not None]
     if not parts:
         return None
+    if isinstance(parts[0], AdaptiveGammaState):
+        return AdaptiveGammaState(*(_whole(labels, x) for x in zip(*parts, strict=True)))
 
     def own(_: str, *leaves: Any) -> Any:
         present = (x for x in leaves if not isinstance(x, optax.MaskedNode))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from mars_optax._src import checks, manual, trees, types
-from mars_optax._src.adaptive import AdaptiveGamma
+from mars_optax._src.adaptive import AdaptiveGamma, AdaptiveGammaState
 from mars_optax._src.leaf import clipping, correction, precision, quantization
 
 # The fields that have one number for each row of a leaf.
@@ -191,9 +191,7 @@ class Estimator:
             "prev_grad_scale": lambda: _scales(params, self.dtype),
             "prev_params": lambda: trees.copies(params, params),
             "prev_corrected": lambda: trees.zeros(params, self.dtype),
-            "gamma_state": lambda: jax.tree.map(
-                lambda p, a: self.gamma.init(p, a.of_one_norm), params, axes
-            ),
+            "gamma_state": lambda: self.gamma.init(params, axes),
         }
         return {field: made[field]() if is_kept else None for field, is_kept in self.kept.items()}
 
@@ -344,21 +342,24 @@ class Estimator:
         if self.first_step == "no_correction":
             prev_grad = trees.choose(state.count == 0, updates, prev_grad)
         unseen = updates if self.correction == "approx" else prev_grad
-        rows = trees.rows((updates, prev_grad, unseen, axes, state.gamma_state))
+        old = state.gamma_state
+        rows = trees.rows((updates, prev_grad, unseen, axes, *old))
         products = [
-            self.gamma.products(its, precision.widen(f), a.of_one_norm) for _, _, f, a, its in rows
+            self.gamma.products(AdaptiveGammaState(*its), precision.widen(f), a.of_one_norm)
+            for _, _, f, a, *its in rows
         ]
         specs = manual.specs_of(extra_args, updates)
         summed = [
             manual.sum_parts(list(column), updates, axes, specs)
             for column in zip(*products, strict=True)
         ]
-        k, states = [], []
-        for (g, p, _, _, its), *both in zip(rows, *summed, strict=True):
-            k.append(correction.correction_coefficient(self.gamma.gamma(its), self.b1))
-            states.append(self.gamma.advance(its, both, g, p, precision.widen_scalar(self.b1)))
-        treedef: Any = jax.tree.structure(updates)
-        return treedef.unflatten(k), prev_grad, treedef.unflatten(states)
+        gammas, b1 = jax.tree.map(self.gamma.gamma, old.cross, old.square), self.b1
+        k = jax.tree.map(lambda x: correction.correction_coefficient(x, b1), gammas)
+        new = [
+            self.gamma.advance(AdaptiveGammaState(*its), both, g, p, precision.widen_scalar(b1))
+            for (g, p, _, _, *its), *both in zip(rows, *summed, strict=True)
+        ]
+        return k, prev_grad, AdaptiveGammaState(*trees.unzip(new, old))
 
 
 def _corrected(grad: Any, prev_grad: Any, estimate: Any, k: Any) -> jax.Array:
