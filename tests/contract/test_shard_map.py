@@ -45,6 +45,7 @@ _VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mars": (mars_optax.mars, {}),
     "optimize_1d": (mars_optax.mars, {"optimize_1d": True, "amsgrad": True}),
     "exact": (mars_optax.mars, {"correction": "exact"}),
+    "adaptive": (mars_optax.mars, {"gamma": mars_optax.AdaptiveGamma(decay=0.5)}),
     "lion": (mars_optax.mars_lion, {}),
     "shampoo": (mars_optax.mars_shampoo, _NS),
     "mars_m": (mars_optax.mars_m, _NS),

@@ -267,6 +267,25 @@ class OptimumTest(parameterized.TestCase):
         np.testing.assert_array_equal(_gammas(rule, _drift(0.1, 0.0, 300))[100:], rule.high)
 
 
+class DiagnoseTest(parameterized.TestCase):
+    def test_it_measures_what_the_step_does(self):
+        grads = {k: x.astype(np.float32) for k, x in _sequence(0).items()}
+        tx = mars_optax.correct_gradients(RULE, B1, weight_dimension_numbers=NUMBERS)
+        state = tx.init(_at(grads, 0))
+        for t in range(4):
+            measures = mars_optax.diagnose(_at(grads, t), state, gamma=RULE, b1=B1)
+            c, state = tx.update(_at(grads, t), state)
+            gammas = [_transcription(grads[k], None, NORMS[k], exact=False)[0][t] for k in SHAPES]
+            expected = np.concatenate([x.ravel() for x in gammas]).mean()
+            np.testing.assert_allclose(measures["gamma"], expected, rtol=1e-4)
+            np.testing.assert_allclose(measures["corrected_norm"], optax.tree.norm(c), rtol=1e-5)
+
+    def test_the_state_of_another_gamma_is_an_error(self):
+        tx, params = mars_optax.correct_gradients(0.1), {"kernel": jnp.ones((4, 3))}
+        with self.assertRaisesRegex(ValueError, "`state.gamma_state`: expected a tree.*got None"):
+            mars_optax.diagnose(params, tx.init(params), gamma=RULE)
+
+
 class StateTest(parameterized.TestCase):
     @parameterized.product(dtype=["float32", "bfloat16"], correction=["approx", "exact"])
     def test_types_never_drift_and_bounds_hold(self, dtype, correction):
