@@ -88,7 +88,7 @@ class AdaptiveGamma:
             checks.number(name, getattr(self, name))
         if self.low > self.high:
             raise ValueError(
-                f"`low`: expected a number up to `high`={self.high}, got {self.low}. Exchange them."
+                f"`low`: expected a number up to `high`={self.high}, got {self.low}. Pass a smaller one."
             )
 
     def init(self, params: Any, axes: Any) -> AdaptiveGammaState:

@@ -170,8 +170,8 @@ def constant_or_schedule(gamma: Any) -> None:
     """Without the previous gradient, gamma of the next step has to be known in this one."""
     if not (_is_number(gamma) or callable(gamma)):
         raise ValueError(
-            "`keep_prev_grad`: expected True with a `gamma` that is an array, which may change "
-            "from step to step, got False. Pass a Python number or a schedule (under "
+            "`keep_prev_grad`: expected True with a `gamma` that is an array or a rule, which may "
+            "change from step to step, got False. Pass a Python number or a schedule (under "
             "`optax.inject_hyperparams` with `static_args='gamma'`), or `keep_prev_grad=True`."
         )
 

@@ -27,6 +27,8 @@ _FURTHER: dict[str, Callable[[], Any]] = {
     "weight_decay": lambda: mars_optax.mars(0.1, weight_decay="0.1"),
     "weight_decay_1d": lambda: mars_optax.mars_m(0.1, weight_decay_1d="0.1"),
     "optimize_1d": lambda: mars_optax.mars_lion(0.1, optimize_1d=None),
+    "alpha": lambda: mars_optax.mars_m(0.1, alpha="1"),
+    "decay": lambda: mars_optax.AdaptiveGamma(decay=1.0),
     "nesterov": lambda: mars_optax.storm_adamw(0.1, nesterov="yes"),
     "rescale": lambda: mars_optax.cautious(mars_optax.scale_by_mars(), rescale="median"),
     "optimizer": lambda: mars_optax.fused_step(None, {}, (), {}),
