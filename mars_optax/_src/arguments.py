@@ -16,9 +16,11 @@ Args:
     after the bias correction, as in :func:`optax.adamw`. Derivatives through steps are finite
     without it, too, if `prev_grad_dtype` has at least 16 bits: where :math:`v_t` is 0, that of its
     root is taken for 0.
-  gamma: Scale :math:`\gamma_t` of the correction, a number (may be negative) or a schedule of the
-    step count, which starts at 0. The coefficient is computed in at least float32 from what
-    arrives; :func:`optax.inject_hyperparams` rounds it to the parameters' dtype before, unless its
+  gamma: Scale :math:`\gamma_t` of the correction: a number (may be negative); a schedule of the
+    step count, which starts at 0; or, for ``"approx"`` and ``"exact"``, an :class:`AdaptiveGamma`,
+    a rule for each matrix. Under ``"storm"`` the weight of the fresh gradient, usually in (0, 1].
+    The coefficient is computed in at least float32 from what arrives;
+    :func:`optax.inject_hyperparams` rounds it to the parameters' dtype before, unless its
     ``hyperparam_dtype`` says otherwise.
   alpha: Coefficient :math:`\alpha_t` of ``correction="svrg"``, a number or a schedule.
   inner: An Optax transformation of the corrected and clipped gradients into directions.
@@ -27,11 +29,15 @@ Args:
     one from them, as in :func:`optax.adamw`. None: all.
   max_norm: Bound > 0 on the norm of each corrected gradient (of a stack, of each matrix's); None
     turns the clipping off.
-  correction: ``"approx"``, the gradient of the previous step; ``"exact"``, that of this step's
-    batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
-    ``f(previous_params)`` (the state keeps these in place of the previous gradient, and `params` is
-    required); or ``"none"``. As in every chain of Optax, extra arguments that a transformation does
-    not use are left to others: the other modes do not call `grad_fn`.
+  correction: What :math:`c_t` is. ``"none"``: :math:`g_t`. ``"approx"``: as above, with the
+    gradient of the previous step. ``"exact"``: with :math:`g'_t`, that of this step's batch at the
+    previous parameters, in its place, which ``update(..., grad_fn=f)`` obtains as
+    ``f(previous_params)``; `params` is required, and kept. ``"storm"``: :math:`c_t = g_t +
+    (1-\gamma_t)(c_{t-1} - g'_t)`. ``"sarah"``: :math:`c_t = g_t + c_{t-1} - g'_t`. ``"svrg"``:
+    :math:`c_t = g_t - \alpha_t (f(\tilde x) - \bar g)` with an anchor's parameters and gradient.
+    These three begin with :math:`c_1 = g_1`, and the last two take a new anchor at `params` from
+    ``update(..., anchor_grad=G)``, if the bool `refresh_anchor`, which may be traced, is not False.
+    As in every chain of Optax, extra arguments that are not used are left to others.
   first_step: ``"zeros"``: the previous gradient is 0, as in the reference code, so that
     :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1/(1-\beta_1)`; ``"no_correction"``:
     :math:`c_1 = g_1`, which is the paper's :math:`x_0 = x_1` and what timm does.
@@ -60,7 +66,8 @@ Args:
     (The reference stores them in the parameter's dtype, where in bfloat16 they stall.)
   prev_grad_dtype: Storage dtype of :math:`g_{t-1}`; None for each parameter's own. An 8-bit float
     is stored with a float32 scale for each row along the last axis; in float16 a gradient beyond
-    its range is kept as 65504.
+    its range is kept as 65504. Under ``"storm"``, ``"sarah"`` and ``"svrg"`` it is that of
+    :math:`c_{t-1}` or of the anchor, and of 16 bits or more.
   keep_prev_grad: Whether the state keeps :math:`g_{t-1}`. Without, it is the same trajectory to
     rounding: an unclipped correction is linear, so that
     :math:`m_t = \beta_1 n_{t-1} + (1-\beta_1)(1+k_t) g_t` with

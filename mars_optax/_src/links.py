@@ -37,13 +37,7 @@ def correct_gradients(
 
     Args:
       b1: Decay rate :math:`\beta_1` of the momentum that follows, in [0, 1). 0 turns the
-        correction off.
-      correction: ``"approx"``: the gradient of the previous step. ``"exact"``: that of this step's
-        batch at the previous parameters, which ``update(..., grad_fn=f)`` obtains as
-        ``f(previous_params)``. ``"storm"``: with the same :math:`g'_t = f(x_{t-1})`, the recursion
-        :math:`c_t = g_t + (1-\gamma_t)(c_{t-1} - g'_t)`, :math:`c_1 = g_1`; `b1` and `first_step`
-        are not used.
-      prev_grad_dtype: ... Under ``"storm"`` it is that of :math:`c_{t-1}`, and of 16 bits or more.
+        correction off. Like `first_step`, only ``"approx"`` and ``"exact"`` use it.
       correction_clip: Bound > 0 on the L2 norm, over all leaves together, of what is added to
         :math:`g_t`; None for no bound.
 
