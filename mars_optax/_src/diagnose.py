@@ -88,15 +88,14 @@ def diagnose(
         value: Any = gamma(node.count) if callable(gamma) else gamma
         if rule is not None:
             checks.state_fields(node, {"gamma_state": grads}, "diagnose", free=("gamma_state",))
-            values = jax.tree.map(rule.gamma, node.gamma_state.cross, node.gamma_state.square)
-            by_matrix = dict(jax.tree_util.tree_leaves_with_path(values))
+            values = dict(jax.tree_util.tree_leaves_with_path(rule.gammas(node.gamma_state)))
         for path, stored in states.previous_gradients(node).items():
             if path not in by_path:
                 continue
             leaves += 1
             g, p = _float32(by_path[path]), _float32(stored)
             if rule is not None:
-                value = by_matrix[path].astype(jnp.float32)
+                value = values[path].astype(jnp.float32)
                 gammas, matrices = gammas + jnp.sum(value), matrices + value.size
             k = precision.widen_scalar(correction.correction_coefficient(value, b1), jnp.float32)
             c = correction.corrected_gradient(g, p, k)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from mars_optax._src import checks, manual, trees, types
-from mars_optax._src.adaptive import AdaptiveGamma, AdaptiveGammaState
+from mars_optax._src.adaptive import AdaptiveGamma
 from mars_optax._src.leaf import clipping, correction, precision, quantization
 
 # The fields that have one number for each row of a leaf.
@@ -79,16 +79,13 @@ class Estimate:
         r"""What the state keeps of the momentum.
 
         Unclipped, the correction is linear. So the memory-free form takes the part of the previous
-        gradient in the next step off the momentum in this one:
+        gradient in the next step off the momentum in this one: with
+        :math:`n_t = m_t - \gamma_{t+1} g_t`,
 
         .. math::
 
-          m_t &= \beta_1 m_{t-1} + (1-\beta_1) g_t + \gamma_t \beta_1 (g_t - g_{t-1}) \\
-              &= \beta_1 n_{t-1} + (1-\beta_1)(1 + k_t) g_t, \qquad n_t = m_t - \gamma_{t+1} g_t
-
-        needs no more than :math:`n_t`. For a constant gamma it is :math:`1-\gamma` times the moving
-        average of the gradients, so that :math:`m_t = \gamma g_t + (1-\gamma) \mathrm{EMA}(g)_t`:
-        quasi-hyperbolic momentum (Ma and Yarats, arXiv 1810.06801).
+          m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t + \gamma_t \beta_1 (g_t - g_{t-1})
+              = \beta_1 n_{t-1} + (1-\beta_1)(1 + k_t) g_t.
         """
         if self.next_gamma is None:
             return momentum
@@ -203,14 +200,9 @@ class Estimator:
         name: str,
         kept: Mapping[str, bool] | None = None,
     ) -> None:
-        """Raises unless a state is that of these settings and gradients.
+        """Raises unless a state is of its type, `kind`, and of these settings and gradients.
 
-        Args:
-          updates: The gradients.
-          state: The state.
-          kind: The type that it should have.
-          name: The public name, for errors.
-          kept: All fields and if they are kept, moving averages first; by default the estimator's.
+        `name` is the public one; `kept` are all fields, averages first, and if they are kept.
         """
         checks.state_type(state, kind, name)
         kept = self.kept if kept is None else kept
@@ -262,9 +254,8 @@ class Estimator:
             return Estimate(corrected, 0.0, is_corrected=True), fields
         k, a = self.coefficient(state.count), updates
         if self._is_anchored:
-            is_new = self._is_new(state, extra_args)
-            anchor = updates  # of the first step, where it is given none
-            if self._is_given(extra_args):
+            is_new, anchor = self._is_new(state, extra_args), updates
+            if self._is_given(extra_args):  # else it is the first step's gradient
                 is_given = extra_args.get("refresh_anchor", True)
                 anchor = trees.choose(is_given, extra_args["anchor_grad"], updates)
             a = trees.choose(is_new, anchor, state.prev_corrected)
@@ -342,24 +333,18 @@ class Estimator:
         if self.first_step == "no_correction":
             prev_grad = trees.choose(state.count == 0, updates, prev_grad)
         unseen = updates if self.correction == "approx" else prev_grad
-        old = state.gamma_state
-        rows = trees.rows((updates, prev_grad, unseen, axes, *old))
-        products = [
-            self.gamma.products(AdaptiveGammaState(*its), precision.widen(f), a.of_one_norm)
-            for _, _, f, a, *its in rows
-        ]
-        specs = manual.specs_of(extra_args, updates)
-        summed = [
-            manual.sum_parts(list(column), updates, axes, specs)
-            for column in zip(*products, strict=True)
-        ]
-        gammas, b1 = jax.tree.map(self.gamma.gamma, old.cross, old.square), self.b1
-        k = jax.tree.map(lambda x: correction.correction_coefficient(x, b1), gammas)
-        new = [
-            self.gamma.advance(AdaptiveGammaState(*its), both, g, p, precision.widen_scalar(b1))
-            for (g, p, _, _, *its), *both in zip(rows, *summed, strict=True)
-        ]
-        return k, prev_grad, AdaptiveGammaState(*trees.unzip(new, old))
+        old, specs = state.gamma_state, manual.specs_of(extra_args, updates)
+
+        def inner(x: Any, y: Any) -> Any:
+            rows = trees.rows((x, y, axes))
+            parts = [clipping.inner(p, q, a.of_one_norm) for p, q, a in rows]
+            summed = manual.sum_parts(parts, updates, axes, specs)
+            return jax.tree.unflatten(jax.tree.structure(x), summed)
+
+        b1 = precision.widen_scalar(self.b1)
+        gammas = self.gamma.gammas(old)
+        k = jax.tree.map(lambda gamma: correction.correction_coefficient(gamma, b1), gammas)
+        return k, prev_grad, self.gamma.advance(old, updates, prev_grad, unseen, b1, inner)
 
 
 def _corrected(grad: Any, prev_grad: Any, estimate: Any, k: Any) -> jax.Array:

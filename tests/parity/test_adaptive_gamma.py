@@ -209,7 +209,7 @@ def _gammas(rule, grads, others=None):
 
     def step(state, inputs):
         g, other = inputs
-        gamma = rule.gamma(*state.gamma_state[:2])
+        gamma = rule.gammas(state.gamma_state)
         _, state = tx.update(g, state, params, grad_fn=lambda _: other)
         return state, gamma.reshape(())
 
@@ -307,7 +307,7 @@ class StateTest(parameterized.TestCase):
             state = new
         (its,) = trees.fields(state, "gamma_state")
         for k in SHAPES:
-            gamma = np.asarray(RULE.gamma(its.cross[k], its.square[k]))
+            gamma = np.asarray(RULE.gammas(its)[k])
             self.assertTrue(np.all((gamma >= RULE.low) & (gamma <= RULE.high)))
             self.assertEqual(gamma.shape, (2, 1, 1) if k == "stack" else (1,) * len(SHAPES[k]))
             self.assertEqual({x[k].dtype.name for x in its[2:]}, {dtype})
