@@ -173,15 +173,20 @@ class Optimizer:
                 found[_NAMES.get(name, name)] = value if plain else str(value)
         return {**found, **self.settings}
 
+    def arguments(self) -> dict[str, Any]:
+        """Returns the settings as functions take them."""
+        gamma = self.settings.get("gamma")
+        rule = {"gamma": mars_optax.AdaptiveGamma()} if gamma == ADAPTIVE else {}
+        return {**self.settings, **rule}
+
     def _clip(self) -> optax.GradientTransformation:
         bound = self.settings["global_clip"]
         return optax.identity() if bound is None else optax.clip_by_global_norm(bound)
 
     def transformation(self, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
         """Builds the transformation behind the global clip."""
-        settings = {key: value for key, value in self.settings.items() if key != "global_clip"}
-        if settings.get("gamma") == ADAPTIVE:
-            settings["gamma"] = mars_optax.AdaptiveGamma()
+        settings = self.arguments()
+        del settings["global_clip"]
         matrices = self.domain.matrices[settings.pop("matrices", "all")]
         return optax.chain(self._clip(), self.build(schedule, settings, matrices))
 
