@@ -490,8 +490,9 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         GRADS,
-        "The tree of the gradients (the result of `grad_fn`, updates) has other leaves.",
-        "The message names the first leaf that is missing, or not expected.",
+        "The tree of the gradients (the result of `grad_fn`, `anchor_grad`, updates) has other leaves.",
+        "The message names the first leaf that is missing, or not expected; `refresh_anchor` needs "
+        "an `anchor_grad`.",
         "got no leaf 'layer/bias'",
         lambda: _update(_mars(0.1), grads={"layer": {"kernel": jnp.ones((3, 4))}}),
     ),
@@ -550,12 +551,15 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         GRADS,
-        "`update` gets `refresh_anchor` without `anchor_grad`.",
-        "A flag that may be traced says whether the anchor of this step is taken: "
+        "`refresh_anchor` is no bool.",
+        "One bool says for all leaves whether the anchor of this step is taken: "
         "[anchors](maths.md#anchors).",
         "got None",
         lambda: _update(
-            _correct(correction="svrg"), grad_fn=lambda p: p, refresh_anchor=jnp.asarray(True)
+            _correct(correction="svrg"),
+            grad_fn=lambda p: p,
+            anchor_grad=_params(),
+            refresh_anchor=None,
         ),
     ),
     Example(

@@ -168,12 +168,13 @@ class FormulaTest(EstimatorTestCase):
             start, (batches, given, flags)
         )
         _close((updates, state), (expected, expected_state))
-        jitted, carry, history = jax.jit(step), start, []
+        traces, carry, history = [], start, []
+        jitted = jax.jit(lambda *its: (traces.append(1), step(*its))[1])
         for t in range(STEPS):
             inputs = jax.tree.map(lambda x, t=t: x[t], (batches, given, flags))
             carry, update = jitted(carry, inputs)
             history.append(update)
-        self.assertEqual(jitted._cache_size(), 1)
+        self.assertLen(traces, 1)
         _close(jax.tree.map(lambda *x: jnp.stack(x), *history), expected)
 
     def test_where_the_snapshot_is_the_parameters_the_estimate_is_the_anchor(self):
@@ -377,9 +378,11 @@ class BadInputTest(EstimatorTestCase):
         for extra, message in (
             ({"anchor_grad": short}, r"`anchor_grad`.*'kernel'.*got \(4, 1\)"),
             ({"anchor_grad": {"kernel": params["kernel"]}}, "`anchor_grad`.*no leaf 'bias'"),
-            ({"refresh_anchor": True}, "`anchor_grad`: expected gradients.*got None"),
+            ({"refresh_anchor": True}, "`anchor_grad`.*got no leaf 'bias'"),
+            ({"anchor_grad": params, "refresh_anchor": jnp.ones(3, bool)}, "`refresh_anchor`"),
+            ({"anchor_grad": params, "refresh_anchor": 1}, "`refresh_anchor`.*got 1"),
         ):
-            with self.assertRaisesRegex(ValueError, message):
+            with self.assertRaisesRegex((TypeError, ValueError), message):
                 tx.update(_tree(1), state, params, grad_fn=lambda p: p, **extra)
         with self.assertRaisesRegex(ValueError, "`grad_fn`"):
             tx.update(_tree(1), state, params)
