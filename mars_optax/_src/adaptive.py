@@ -124,7 +124,8 @@ class AdaptiveGamma:
         inner: Callable[[Any, Any], Any],
     ) -> Any:
         """The state after a step; `inner` takes inner products over each matrix of two trees."""
-        a, w = (jax.tree.map(precision.widen, x) for x in (state.plain, state.effect))
+        given = (state.plain, state.effect, grads, prev_grads, unseen)
+        a, w, grads, prev_grads, unseen = (jax.tree.map(precision.widen, x) for x in given)
         products = inner(w, jax.tree.map(jnp.subtract, unseen, a)), inner(w, w)
 
         def average(old: jax.Array, x: jax.Array, *both: jax.Array) -> jax.Array:
