@@ -228,6 +228,7 @@ _FACTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 # The same of a setting.
+_ADAPTIVE = {"not_elementwise": "gamma is of averages over a matrix", "moves": "rows"}
 _EIGHT_BITS = {
     "not_elementwise": "each row has a scale",
     "moves": "rows",
@@ -301,6 +302,9 @@ def _entries() -> Iterator[Entry]:
     exact_mars, storm_adamw = _with_grad_fn(mars), _with_grad_fn(mars_optax.storm_adamw)
     yield enrol(exact_mars, "optimizer", "mixed", "exact", correction="exact")
     yield enrol(mars, "optimizer", "mixed", "float8", _EIGHT_BITS, prev_grad_dtype="float8_e4m3fn")
+    yield enrol(exact_mars, "optimizer", "mixed", "svrg", correction="svrg", alpha=0.5)
+    adaptive = mars_optax.AdaptiveGamma()
+    yield enrol(mars, "optimizer", "mixed", "adaptive", _ADAPTIVE, gamma=adaptive)
     yield enrol(storm_adamw, "optimizer", "mixed")
 
     yield enrol(lion, "optimizer", "mixed")
@@ -329,6 +333,9 @@ def _entries() -> Iterator[Entry]:
         eps_1d=1e-6,
     )
     yield enrol(muon, "optimizer", "stacked", "specs", weight_dimension_numbers=_stacked_specs)
+    exact_muon = _with_grad_fn(muon)
+    yield enrol(exact_muon, "optimizer", "mixed", "sarah", correction="sarah")
+    yield enrol(exact_muon, "optimizer", "mixed", "adaptive", correction="exact", gamma=adaptive)
 
     yield enrol(muon, "optimizer", "mixed", "row_b2", row_b2=0.95)
 

@@ -100,7 +100,8 @@ def row_name(optimizer: Optimizer) -> str:
     numbers = ", ".join(map(str, betas))
     parts = [f"{name(optimizer.base)} ({numbers})" if betas else name(optimizer.base)]
     if "gamma" in settings:
-        parts.append(f"gamma {settings['gamma']:g}")
+        gamma = settings["gamma"]
+        parts.append(f"gamma {gamma if isinstance(gamma, str) else format(gamma, 'g')}")
     for override in optimizer.name.split(":")[1:]:
         key, _, value = override.partition("=")
         if key not in ("b1", "beta", "b2", "gamma"):

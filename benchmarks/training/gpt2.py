@@ -275,7 +275,7 @@ class Language:
         windows = self._held_out[None, : self._work.microbatch]
         _, grads = models.value_and_gradient(self._graph, state["params"], windows)
         grads = self._optimizer.clip(grads)
-        settings = self._optimizer.settings
+        settings = self._optimizer.arguments()
         known = {n: settings[n] for n in ("gamma", "b1", "max_norm") if n in settings}
         return mars_optax.diagnose(grads, state["opt_state"], **known)
 

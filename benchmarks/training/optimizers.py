@@ -15,6 +15,8 @@ import mars_optax
 
 # The least and the largest learning rate: far from what float32 rounds to zero or to infinity.
 LEARNING_RATES = (1e-30, 1e30)
+# A gamma that follows from the gradients, as the setting `gamma`.
+ADAPTIVE = "adaptive"
 Settings = Mapping[str, Any]
 # Which leaves are matrices: what `weight_dimension_numbers` takes.
 Matrices = Callable[[Any], Any]
@@ -171,13 +173,20 @@ class Optimizer:
                 found[_NAMES.get(name, name)] = value if plain else str(value)
         return {**found, **self.settings}
 
+    def arguments(self) -> dict[str, Any]:
+        """Returns the settings as functions take them."""
+        gamma = self.settings.get("gamma")
+        rule = {"gamma": mars_optax.AdaptiveGamma()} if gamma == ADAPTIVE else {}
+        return {**self.settings, **rule}
+
     def _clip(self) -> optax.GradientTransformation:
         bound = self.settings["global_clip"]
         return optax.identity() if bound is None else optax.clip_by_global_norm(bound)
 
     def transformation(self, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
         """Builds the transformation behind the global clip."""
-        settings = {key: value for key, value in self.settings.items() if key != "global_clip"}
+        settings = self.arguments()
+        del settings["global_clip"]
         matrices = self.domain.matrices[settings.pop("matrices", "all")]
         return optax.chain(self._clip(), self.build(schedule, settings, matrices))
 
@@ -490,7 +499,10 @@ def parse_optimizer(text: str, domain: Domain = LANGUAGE) -> Optimizer:
                 f"Expected a setting of {name} out of {', '.join(settings)}, got {key!r} in "
                 f"{text!r}. Learning rates go to --learning_rates."
             )
-        settings[key] = _value(value, defaults[key], meaning=f"{key} in {text!r}")
+        if (key, value) == ("gamma", ADAPTIVE):
+            settings[key] = value
+        else:
+            settings[key] = _value(value, defaults[key], meaning=f"{key} in {text!r}")
     if settings.get("matrices", "all") not in domain.matrices:
         raise ValueError(
             f"Expected matrices out of {', '.join(domain.matrices)}, got {settings['matrices']!r} "

@@ -1,22 +1,24 @@
 """A gamma for each matrix that follows from the gradients themselves."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from mars_optax._src import checks, trees, types
 from mars_optax._src.leaf import clipping, precision
 
 
 class AdaptiveGammaState(NamedTuple):
-    """What :class:`AdaptiveGamma` keeps of one leaf."""
+    """What :class:`AdaptiveGamma` keeps: trees of the parameters' structure."""
 
-    cross: jax.Array  # average of <w, f - a>, one for each matrix
-    square: jax.Array  # average of |w|^2, one for each matrix
-    plain: jax.Array  # a, the momentum without the correction
-    effect: jax.Array  # w, the derivative of the momentum by gamma
+    cross: Any  # average of <w, f - a>, one for each matrix
+    square: Any  # average of |w|^2, one for each matrix
+    plain: Any  # a, the momentum without the correction
+    effect: Any  # w, the derivative of the momentum by gamma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +46,10 @@ class AdaptiveGamma:
     :math:`m_t`; in approximate mode, which takes gradients of neighbouring steps for those of one
     point, it is :math:`g_{t+1}`. Both expectations are running averages, taken before the step's
     own gradients enter, so that :math:`\gamma_t` does not depend on their noise. The clip is left
-    out of account. At the first step gamma is `initial`.
+    out of account. In the first two steps, before which there is no :math:`w`, gamma is `initial`.
 
-    It costs two buffers of the parameters' size and dtype, three reductions a step, and is computed
-    by XLA. It serves ``correction="approx"`` and ``"exact"``.
+    It costs two buffers of the parameters' size and dtype and two reductions a step, is computed by
+    XLA, and serves ``correction="approx"`` and ``"exact"``.
 
     Attributes:
       decay: Decay rate of the running averages, in [0, 1); default 0.99.
@@ -88,46 +90,56 @@ class AdaptiveGamma:
             checks.number(name, getattr(self, name))
         if self.low > self.high:
             raise ValueError(
-                f"`low`: expected a number up to `high`={self.high}, got {self.low}. Exchange them."
+                f"`low`: expected a number up to `high`={self.high}, got {self.low}. Pass less."
             )
 
-    def init(self, p: Any, norm_axes: tuple[int, ...]) -> AdaptiveGammaState:
-        """The state of one leaf."""
-        buffer = trees.zeros_like(p, precision.storage_dtype(p))
+    def init(self, params: Any, axes: Any) -> AdaptiveGammaState:
+        """The state before the first step."""
+        # Each its own buffer, so that the state can be donated.
+        plain, effect = trees.zeros(params), trees.zeros(params)
         # Made as in every later step, they lie on a mesh as those do.
-        zero = precision.widen(buffer)
-        averages = clipping.inner(zero, zero, norm_axes)
-        return AdaptiveGammaState(averages, averages, buffer, buffer)
+        cross, square = (
+            jax.tree.map(lambda x, a: clipping.squares(precision.widen(x), a.of_one_norm), x, axes)
+            for x in (plain, effect)
+        )
+        return AdaptiveGammaState(cross, square, plain, effect)
 
-    def gamma(self, state: AdaptiveGammaState) -> jax.Array:
-        """Gamma of the coming step, for each matrix of a leaf."""
-        is_known = state.square > 0
-        ratio = state.cross / jnp.where(is_known, state.square, 1)
-        return jnp.where(is_known, jnp.clip(ratio, self.low, self.high), self.initial)
+    def gammas(self, state: AdaptiveGammaState) -> Any:
+        """Those of the coming step, one for each matrix."""
 
-    def products(
-        self, state: AdaptiveGammaState, unseen: jax.Array, norm_axes: tuple[int, ...]
-    ) -> tuple[jax.Array, jax.Array]:
-        """<w, f - a> and |w|^2 of a step, of what this device has of each matrix."""
-        w, a = precision.widen(state.effect), precision.widen(state.plain)
-        return clipping.inner(w, unseen - a, norm_axes), clipping.inner(w, w, norm_axes)
+        def on_leaf(cross: jax.Array, square: jax.Array) -> jax.Array:
+            is_known = square > 0
+            ratio = cross / jnp.where(is_known, square, 1)
+            return jnp.where(is_known, jnp.clip(ratio, self.low, self.high), self.initial)
+
+        return jax.tree.map(on_leaf, state.cross, state.square)
 
     def advance(
         self,
         state: AdaptiveGammaState,
-        products: tuple[jax.Array, jax.Array],
-        grad: jax.Array,
-        prev_grad: jax.Array,
+        grads: Any,
+        prev_grads: Any,
+        unseen: Any,
         b1: Any,
-    ) -> AdaptiveGammaState:
-        """The state after a step with these products and gradients."""
-        w, a = precision.widen(state.effect), precision.widen(state.plain)
-        cross, square = (
-            self.decay * old + (1 - self.decay) * x
-            for old, x in zip(state[:2], products, strict=True)
+        inner: Callable[[Any, Any], Any],
+    ) -> Any:
+        """The state after a step; `inner` takes inner products over each matrix of two trees."""
+        given = (state.plain, state.effect, grads, prev_grads, unseen)
+        a, w, grads, prev_grads, unseen = (jax.tree.map(precision.widen, x) for x in given)
+        products = inner(w, jax.tree.map(jnp.subtract, unseen, a)), inner(w, w)
+
+        def average(old: jax.Array, x: jax.Array, *both: jax.Array) -> jax.Array:
+            # Where a norm overflows the step does not count: an average would not forget it.
+            new = self.decay * old + (1 - self.decay) * x
+            return jnp.where(jnp.isfinite(sum(both)), new, old)
+
+        new = AdaptiveGammaState(
+            jax.tree.map(average, state.cross, products[0], *products),
+            jax.tree.map(average, state.square, products[1], *products),
+            jax.tree.map(lambda a, g: b1 * a + (1 - b1) * g, a, grads),
+            jax.tree.map(lambda w, g, p: b1 * (w + g - p), w, grads, prev_grads),
         )
-        new = cross, square, b1 * a + (1 - b1) * grad, b1 * (w + grad - prev_grad)
-        return AdaptiveGammaState(*(x.astype(y.dtype) for x, y in zip(new, state, strict=True)))
+        return optax.tree.cast_like(new, state)
 
 
 Gamma: TypeAlias = types.ScalarOrSchedule | AdaptiveGamma

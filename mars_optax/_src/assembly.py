@@ -10,6 +10,7 @@ import jax
 import optax
 
 from mars_optax._src import checks, execute, in_shard_map, named, partition, run, trees, types
+from mars_optax._src.adaptive import AdaptiveGammaState
 from mars_optax._src.estimator import OF_ANY_SHAPE, PER_ROW, HandedOver
 from mars_optax._src.leaf import precision
 from mars_optax._src.states import State
@@ -218,6 +219,8 @@ def _part(labels: Any, label: str, tree: Any) -> Any:
     """The leaves with one label, and placeholders for the others."""
     if tree is None:
         return None
+    if isinstance(tree, AdaptiveGammaState):
+        return AdaptiveGammaState(*(_part(labels, label, x) for x in tree))
     return jax.tree.map(lambda its, x: x if its == label else optax.MaskedNode(), labels, tree)
 
 
@@ -226,6 +229,8 @@ def _whole(labels: Any, parts: Sequence[Any]) -> Any:
     parts = [part for part in parts if part is not None]
     if not parts:
         return None
+    if isinstance(parts[0], AdaptiveGammaState):
+        return AdaptiveGammaState(*(_whole(labels, x) for x in zip(*parts, strict=True)))
 
     def own(_: str, *leaves: Any) -> Any:
         present = (x for x in leaves if not isinstance(x, optax.MaskedNode))

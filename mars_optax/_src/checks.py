@@ -179,8 +179,8 @@ def constant_or_schedule(gamma: Any) -> None:
     """Without the previous gradient, gamma of the next step has to be known in this one."""
     if not (_is_number(gamma) or callable(gamma)):
         raise ValueError(
-            "`keep_prev_grad`: expected True with a `gamma` that is an array, which may change "
-            "from step to step, got False. Pass a Python number or a schedule (under "
+            "`keep_prev_grad`: expected True with a `gamma` that is an array or a rule, which may "
+            "change from step to step, got False. Pass a Python number or a schedule (under "
             "`optax.inject_hyperparams` with `static_args='gamma'`), or `keep_prev_grad=True`."
         )
 
@@ -201,14 +201,14 @@ def exact_arguments(params: Any, extra_args: Mapping[str, Any]) -> None:
 
 def anchor(updates: Any, extra_args: Mapping[str, Any]) -> None:
     """The gradients of a new anchor, where `update` gets one, are those of the parameters."""
-    given = extra_args.get("anchor_grad")
-    if given is not None:
+    given, flag = extra_args.get("anchor_grad"), extra_args.get("refresh_anchor", True)
+    if given is not None or "refresh_anchor" in extra_args:
         advice = "Pass gradients of a large batch at `params`, as `jax.grad` returns them."
         same_shapes("anchor_grad", given, updates, "the gradients", advice)
-    elif "refresh_anchor" in extra_args:
-        raise ValueError(
-            "`anchor_grad`: expected gradients of a large batch at `params` beside "
-            "`refresh_anchor`, got None. Pass both, or none of them."
+    kind = getattr(flag, "dtype", type(flag))
+    if getattr(flag, "shape", ()) or kind not in (bool, jnp.dtype(bool)):
+        raise TypeError(
+            f"`refresh_anchor`: expected a bool, which may be traced, got {flag!r}. Pass one."
         )
 
 

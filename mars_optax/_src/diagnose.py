@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from mars_optax._src import checks, states
-from mars_optax._src.adaptive import AdaptiveGamma, AdaptiveGammaState, Gamma
+from mars_optax._src.adaptive import AdaptiveGamma, Gamma
 from mars_optax._src.leaf import correction, precision
 from mars_optax._src.leaf.root import root
 
@@ -86,18 +86,16 @@ def diagnose(
     leaves = matrices = 0
     for node in states.with_previous_gradient(state):
         value: Any = gamma(node.count) if callable(gamma) else gamma
-        rules = dict(
-            jax.tree_util.tree_leaves_with_path(
-                None if rule is None else node.gamma_state, is_leaf=_is_gamma_state
-            )
-        )
+        if rule is not None:
+            checks.state_fields(node, {"gamma_state": grads}, "diagnose", free=("gamma_state",))
+            values = dict(jax.tree_util.tree_leaves_with_path(rule.gammas(node.gamma_state)))
         for path, stored in states.previous_gradients(node).items():
             if path not in by_path:
                 continue
             leaves += 1
             g, p = _float32(by_path[path]), _float32(stored)
             if rule is not None:
-                value = rule.gamma(rules[path]).astype(jnp.float32)
+                value = values[path].astype(jnp.float32)
                 gammas, matrices = gammas + jnp.sum(value), matrices + value.size
             k = precision.widen_scalar(correction.correction_coefficient(value, b1), jnp.float32)
             c = correction.corrected_gradient(g, p, k)
@@ -120,10 +118,6 @@ def diagnose(
     if rule is not None:
         measures["gamma"] = gammas / matrices
     return measures
-
-
-def _is_gamma_state(node: Any) -> bool:
-    return isinstance(node, AdaptiveGammaState)
 
 
 def _float32(x: Any) -> jax.Array:

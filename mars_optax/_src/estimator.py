@@ -68,16 +68,13 @@ class Estimate:
         r"""What the state keeps of the momentum.
 
         Unclipped, the correction is linear. So the memory-free form takes the part of the previous
-        gradient in the next step off the momentum in this one:
+        gradient in the next step off the momentum in this one: with
+        :math:`n_t = m_t - \gamma_{t+1} g_t`,
 
         .. math::
 
-          m_t &= \beta_1 m_{t-1} + (1-\beta_1) g_t + \gamma_t \beta_1 (g_t - g_{t-1}) \\
-              &= \beta_1 n_{t-1} + (1-\beta_1)(1 + k_t) g_t, \qquad n_t = m_t - \gamma_{t+1} g_t
-
-        needs no more than :math:`n_t`. For a constant gamma it is :math:`1-\gamma` times the moving
-        average of the gradients, so that :math:`m_t = \gamma g_t + (1-\gamma) \mathrm{EMA}(g)_t`:
-        quasi-hyperbolic momentum (Ma and Yarats, arXiv 1810.06801).
+          m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t + \gamma_t \beta_1 (g_t - g_{t-1})
+              = \beta_1 n_{t-1} + (1-\beta_1)(1 + k_t) g_t.
         """
         if self.next_gamma is None:
             return momentum
@@ -180,9 +177,7 @@ class Estimator:
             "prev_grad_scale": lambda: _scales(params, self.dtype),
             "prev_params": lambda: trees.copies(params, params),
             "prev_corrected": lambda: trees.zeros(params, self.dtype),
-            "gamma_state": lambda: jax.tree.map(
-                lambda p, a: self.gamma.init(p, a.of_one_norm), params, axes
-            ),
+            "gamma_state": lambda: self.gamma.init(params, axes),
         }
         return {field: made[field]() if is_kept else None for field, is_kept in self.kept.items()}
 
@@ -194,14 +189,9 @@ class Estimator:
         name: str,
         kept: Mapping[str, bool],
     ) -> None:
-        """Raises unless a state is that of these settings and gradients.
+        """Raises unless a state is of its type, `kind`, and of these settings and gradients.
 
-        Args:
-          updates: The gradients.
-          state: The state.
-          kind: The type that it should have.
-          name: The public name, for errors.
-          kept: All fields and if they are kept, moving averages first.
+        `name` is the public one; `kept` are all fields, averages first, and if they are kept.
         """
         checks.state_type(state, kind, name)
         for field, is_kept in kept.items():
@@ -254,9 +244,8 @@ class Estimator:
             return Estimate(corrected, 0.0, is_corrected=True), fields
         k, a = self.coefficient(state.count), updates
         if self._is_anchored:
-            is_new = self._is_new(state, extra_args)
-            anchor = updates  # of the first step, where it is given none
-            if self._is_given(extra_args):
+            is_new, anchor = self._is_new(state, extra_args), updates
+            if self._is_given(extra_args):  # else it is the first step's gradient
                 is_given = extra_args.get("refresh_anchor", True)
                 anchor = trees.choose(is_given, extra_args["anchor_grad"], updates)
             a = trees.choose(is_new, anchor, state.prev_corrected)
@@ -334,21 +323,18 @@ class Estimator:
         if self.first_step == "no_correction":
             prev_grad = trees.choose(state.count == 0, updates, prev_grad)
         unseen = updates if self.correction == "approx" else prev_grad
-        rows = trees.rows((updates, prev_grad, unseen, axes, state.gamma_state))
-        products = [
-            self.gamma.products(its, precision.widen(f), a.of_one_norm) for _, _, f, a, its in rows
-        ]
-        specs = in_shard_map.specs_of(extra_args, updates)
-        summed = [
-            in_shard_map.sum_parts(list(column), updates, axes, specs)
-            for column in zip(*products, strict=True)
-        ]
-        k, states = [], []
-        for (g, p, _, _, its), *both in zip(rows, *summed, strict=True):
-            k.append(correction.correction_coefficient(self.gamma.gamma(its), self.b1))
-            states.append(self.gamma.advance(its, both, g, p, precision.widen_scalar(self.b1)))
-        treedef: Any = jax.tree.structure(updates)
-        return treedef.unflatten(k), prev_grad, treedef.unflatten(states)
+        old, specs = state.gamma_state, in_shard_map.specs_of(extra_args, updates)
+
+        def inner(x: Any, y: Any) -> Any:
+            rows = trees.rows((x, y, axes))
+            parts = [clipping.inner(p, q, a.of_one_norm) for p, q, a in rows]
+            summed = in_shard_map.sum_parts(parts, updates, axes, specs)
+            return jax.tree.unflatten(jax.tree.structure(x), summed)
+
+        b1 = precision.widen_scalar(self.b1)
+        gammas = self.gamma.gammas(old)
+        k = jax.tree.map(lambda gamma: correction.correction_coefficient(gamma, b1), gammas)
+        return k, prev_grad, self.gamma.advance(old, updates, prev_grad, unseen, b1, inner)
 
 
 def _corrected(grad: Any, prev_grad: Any, estimate: Any, k: Any) -> jax.Array:

@@ -24,7 +24,7 @@ class State(NamedTuple):
     prev_params: optax.Params | None = None  # where grad_fn is evaluated, dtype=the parameter's
     nu_max: optax.Updates | None = None  # largest nu so far, as nu
     prev_corrected: optax.Updates | None = None  # c at prev_params, or the anchor, as prev_grad
-    gamma_state: Any = None  # of AdaptiveGamma, an AdaptiveGammaState for each parameter
+    gamma_state: Any = None  # an AdaptiveGammaState
     inner_state: Any = None  # of the preconditioner
 
 

@@ -377,10 +377,24 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         BUILT,
-        "`keep_prev_grad=False` with a gamma that is an array.",
+        "`keep_prev_grad=False` with a gamma that is an array, or an `AdaptiveGamma`.",
         "The form without the previous gradient needs the next step's gamma in this one.",
         "got False",
         lambda: _mars(0.1, gamma=jnp.asarray(0.1), **_WITHOUT),
+    ),
+    Example(
+        BUILT,
+        "An `AdaptiveGamma` with a correction that is neither `approx` nor `exact`.",
+        "The gamma of STORM is another quantity, and SVRG and SARAH have none.",
+        "got AdaptiveGamma(decay=0.99",
+        lambda: _mars(0.1, gamma=mars_optax.AdaptiveGamma(), correction="storm"),
+    ),
+    Example(
+        BUILT,
+        "The bounds of an `AdaptiveGamma` are in the wrong order.",
+        "Where both are equal gamma is constant.",
+        "got 0.5",
+        _later(mars_optax.AdaptiveGamma, low=0.5, high=0.1),
     ),
     Example(
         BUILT,
@@ -484,8 +498,9 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         GRADS,
-        "The tree of the gradients (the result of `grad_fn`, updates) has other leaves.",
-        "The message names the first leaf that is missing, or not expected.",
+        "The tree of the gradients (the result of `grad_fn`, `anchor_grad`, updates) has other leaves.",
+        "The message names the first leaf that is missing, or not expected; `refresh_anchor` needs "
+        "an `anchor_grad`.",
         "got no leaf 'layer/bias'",
         lambda: _update(_mars(0.1), grads={"layer": {"kernel": jnp.ones((3, 4))}}),
     ),
@@ -519,7 +534,7 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         GRADS,
-        '`correction="exact"` and STORM are called without `grad_fn`.',
+        'No `grad_fn` is given with `correction="exact"`, STORM, SVRG or SARAH.',
         "It computes gradients of this step's batch at the parameters that it is given: "
         "[estimators](maths.md#estimators).",
         "got None",
@@ -527,7 +542,7 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         GRADS,
-        '`correction="exact"` and STORM are called without the parameters.',
+        'No parameters are given with `correction="exact"`, STORM, SVRG or SARAH.',
         "They become the previous parameters of the next step.",
         "got None",
         lambda: _scale(**_EXACT).update(
@@ -536,10 +551,24 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         GRADS,
-        "`grad_fn` returns gradients (`stochastic_apply_updates` gets updates) of another shape.",
+        "`grad_fn` returns gradients (`anchor_grad` is, `stochastic_apply_updates` gets updates) of "
+        "another shape.",
         "They have the parameters' shapes; a mean over the batch is taken before.",
         "got (1,)",
         lambda: _update(_mars(0.1, **_EXACT), grad_fn=lambda p: _with_bias(jnp.ones(1))),
+    ),
+    Example(
+        GRADS,
+        "`refresh_anchor` is no bool.",
+        "One bool says for all leaves whether the anchor of this step is taken: "
+        "[anchors](maths.md#anchors).",
+        "got None",
+        lambda: _update(
+            _correct(correction="svrg"),
+            grad_fn=lambda p: p,
+            anchor_grad=_params(),
+            refresh_anchor=None,
+        ),
     ),
     Example(
         GRADS,

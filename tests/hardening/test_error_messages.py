@@ -31,6 +31,8 @@ _FURTHER: dict[str, Callable[[], Any]] = {
     "max_precond_dim": lambda: mars_optax.mars_soap(0.1, max_precond_dim=jnp.asarray(8)),
     "one_sided": lambda: mars_optax.mars_soap(0.1, one_sided="left"),
     "precondition_dtype": lambda: mars_optax.mars_soap(0.1, precondition_dtype="float8_e4m3fn"),
+    "alpha": lambda: mars_optax.mars_m(0.1, alpha="1"),
+    "decay": lambda: mars_optax.AdaptiveGamma(decay=1.0),
     "nesterov": lambda: mars_optax.storm_adamw(0.1, nesterov="yes"),
     "rescale": lambda: mars_optax.cautious(mars_optax.scale_by_mars(), rescale="median"),
     "optimizer": lambda: mars_optax.fused_step(None, {}, (), {}),

@@ -13,7 +13,7 @@ import optax
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from benchmarks.training import models, optimizers
+from benchmarks.training import curves, models, optimizers
 from tests.support import versions
 
 _CONFIG = models.GPTConfig(vocabulary_size=11, context=5, width=8, layers=1, heads=2)
@@ -157,6 +157,16 @@ class ParseTest(parameterized.TestCase):
         self.assertEqual(optimizer.settings["weight_decay"], 0.1)
         self.assertEqual(optimizers.OPTIMIZERS["mars"].settings["gamma"], 0.025)
 
+    @parameterized.parameters("mars", "mars_m", "corrected_muon")
+    def test_a_gamma_may_follow_from_the_gradients(self, base: str):
+        (optimizer,) = optimizers.parse_optimizers([f"{base}:gamma=adaptive"])
+        self.assertEqual(optimizer.settings["gamma"], "adaptive")
+        params = {"blocks": {"0": {"kernel": jnp.eye(2)}}}
+        state = optimizer.transformation(optax.constant_schedule(1.0)).init(params)
+        (rule,) = optax.tree.get_all_with_path(state, "gamma_state")
+        self.assertEqual(len(jax.tree.leaves(rule[1])), 4)
+        self.assertIn("gamma adaptive", curves.row_name(optimizer))
+
     def test_a_domain_has_defaults_of_its_own_and_the_users_settings_go_first(self):
         domain = optimizers.Domain(
             optimizers.LANGUAGE.matrices,
@@ -205,6 +215,7 @@ class ParseTest(parameterized.TestCase):
     @parameterized.parameters(
         ("mars:max_norm=-1", "expected a number > 0"),
         ("mars:gamma=none", "got None"),
+        ("storm_adamw:gamma=adaptive", "got AdaptiveGamma"),
         ("mars:prev_grad_dtype=foo", "expected a dtype"),
         ("lion:b1=none", "NoneType"),
         ("mars:learning_rate_1d=none", "NoneType"),
