@@ -55,15 +55,9 @@ def optimizer(
 ) -> named.Transformation:
     """Gives matrices and vectors their rule, their decay and their learning rate.
 
-    Args:
-      name: The public name, for errors.
-      matrix_rule: Makes the transformation of the matrices from those of `settings` that it takes.
-      settings: The arguments that the user gave, by the names of the public functions.
-      vector_rule: Makes that of the vectors from `correction`, or None where the matrix rule takes
-        all leaves.
-      state_type: The optimizer's own subclass of it.
-      default: Which leaves are matrices, where `weight_dimension_numbers` is None.
-      implementation: What executes the rules, see :func:`execute.elementwise`.
+    `matrix_rule` makes the transformation of the matrices from those of `settings` that it takes,
+    the arguments that the user gave; `vector_rule` that of the vectors from `correction`. Without,
+    the matrix rule takes all leaves. See :func:`transformation.rule` for the others.
     """
     rates = {key: settings[key] for key in ("weight_decay", "learning_rate")}
     rates |= {f"{key}_1d": settings.get(f"{key}_1d") for key in rates}
@@ -94,9 +88,8 @@ def optimizer(
         labels = jax.tree.map(lambda x: "matrix" if x else "vector", is_matrix)
         own = numbers
         if vector_rule is not None:
-            own = jax.tree.map(
-                lambda a: a.dimension_numbers if a.is_matrix else optax.MaskedNode(), axes
-            )
+            nothing = optax.MaskedNode()
+            own = jax.tree.map(lambda a: a.dimension_numbers if a.is_matrix else nothing, axes)
         rule = make(weight_dimension_numbers=own, correction=inner_correction)
         groups = {"matrix": _Group(rule, rates["learning_rate"], rates["weight_decay"])}
         if vector_rule is not None:
@@ -114,33 +107,21 @@ def optimizer(
     def init_fn(params: optax.Params) -> optax.OptState:
         checks.inexact_leaves(params)
         groups, labels = groups_for(params)
-        states = {
-            label: group.rule.init(_part(labels, label, params)) for label, group in groups.items()
-        }
+        states = {k: group.rule.init(_part(labels, k, params)) for k, group in groups.items()}
         prev_params = trees.copies(params, params) if hands_over else None
         return _joined(state_type, labels, states, prev_params)
 
-    def advance(
-        step: Callable[..., tuple[Any, Any]],
-        updates: Any,
-        state: Any,
-        params: Any,
-        extra_args: dict[str, Any],
-    ) -> tuple[Any, Any]:
+    def advance(step: Any, updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
         """The results of `step` with each rule, its state, and its part of the trees."""
         checks.state_type(state, state_type, name)
         groups, labels = groups_for(updates)
-        wanted = {
-            field: _whole(
-                labels,
-                [
-                    _part(labels, label, updates)
-                    for label, group in groups.items()
-                    if getattr(group.rule.kept, field, False)
-                ],
-            )
-            for field in _TREES
-        }
+        parts = {label: _part(labels, label, updates) for label in groups}
+
+        def wanted_of(field: str) -> Any:
+            keeping = (k for k, group in groups.items() if getattr(group.rule.kept, field, False))
+            return _whole(labels, [parts[label] for label in keeping])
+
+        wanted = {field: wanted_of(field) for field in _TREES}
         if hands_over:
             wanted["prev_params"] = updates
         field = "mu" if has_momentum else "prev_params" if hands_over else "prev_grad"
@@ -164,18 +145,12 @@ def optimizer(
                 if is_kept
             }
             finish = group.finish(state.count, part(params), part(decays))
-            result, states[label] = step(
-                group.rule, part(updates), type(kept)(**fields), finish, own
-            )
+            inner = type(kept)(**fields)
+            result, states[label] = step(group.rule, parts[label], inner, finish, own)
             results.append(result)
         return _whole(labels, results), _joined(state_type, labels, states, prev_params)
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         checks.needs_params(params, name, decay_rates)
         if params is None:
             checks.arrays(updates, "Gradient")
@@ -194,9 +169,7 @@ def optimizer(
         result, new_state = advance(step, wide, state, params, extra_args)
         return trees.narrow(result, like), new_state
 
-    def step_fn(
-        updates: optax.Updates, state: Any, params: optax.Params, extra_args: Any
-    ) -> tuple[optax.Params, optax.OptState]:
+    def step_fn(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
         pays = implementation is None and execute.kernels_pay(jax.tree.leaves(updates))
         if implementation != "pallas" and not pays:
             updates, state = update_fn(updates, state, params, **extra_args)

@@ -22,10 +22,10 @@ def diagnose(
 ) -> dict[str, jax.Array]:
     r"""Measures what the correction and the clip are about to do with these gradients.
 
-    Called before `update`, with the state that `update` will get. It changes nothing and costs
-    nothing where it is not called; under :func:`jax.jit` together with the step, or on its own
-    every hundredth step. With :math:`k = \gamma \beta_1 / (1-\beta_1)`, the sums running over all
-    leaves that keep a previous gradient:
+    Called before `update`, with the state that `update` will get, it changes nothing; under
+    :func:`jax.jit` together with the step, or on its own every hundredth step. With
+    :math:`k = \gamma \beta_1 / (1-\beta_1)`, the sums running over all leaves that keep a previous
+    gradient:
 
     - ``gradient_norm``: :math:`\lVert g_t \rVert`; over all leaves where none keeps one;
     - ``corrected_norm``: :math:`\lVert c_t \rVert` with :math:`c_t = g_t + k (g_t - g_{t-1})`,
@@ -86,11 +86,8 @@ def diagnose(
     leaves = matrices = 0
     for node in states.with_previous_gradient(state):
         value: Any = gamma(node.count) if callable(gamma) else gamma
-        rules = dict(
-            jax.tree_util.tree_leaves_with_path(
-                None if rule is None else node.gamma_state, is_leaf=_is_gamma_state
-            )
-        )
+        of_gamma = None if rule is None else node.gamma_state
+        rules = dict(jax.tree_util.tree_leaves_with_path(of_gamma, is_leaf=_is_gamma_state))
         for path, stored in states.previous_gradients(node).items():
             if path not in by_path:
                 continue

@@ -110,18 +110,14 @@ def elementwise(
     faster.
     """
     chosen: Sequence[int] = ()
+    message = None
     if implementation == "pallas":
         _require_kernels(leaves)
-        chosen = _kernels().all_but_huge(leaves)
+        chosen, message = _kernels().all_but_huge(leaves), _message
     elif implementation is None and kernels_pay([x for y in leaves for x in y.operands]):
         known = {i: x for i, x in enumerate(leaves) if x.factor is None and not _unknown(x)}
         chosen = _kernels().small_and_many(known)
-    message = _message if implementation == "pallas" else None
-
-    def by_kernels(*args: Any) -> Any:
-        return _kernels().elementwise(*args, is_interpreted(), message)
-
-    return _divided(fn, leaves, scalars, chosen, _by_xla, by_kernels)
+    return _divided("elementwise", fn, leaves, scalars, chosen, _by_xla, message)
 
 
 def squares(
@@ -144,11 +140,7 @@ def squares(
         chosen = _kernels().whole_blocks(known)
     elif implementation is None and kernels_pay(operands):
         chosen = _kernels().large(known)
-
-    def by_kernels(*args: Any) -> Any:
-        return _kernels().squares(*args, is_interpreted())
-
-    return _divided(fn, leaves, scalars, chosen, _squares_by_xla, by_kernels)
+    return _divided("squares", fn, leaves, scalars, chosen, _squares_by_xla)
 
 
 def kernels_pay(operands: Sequence[Any]) -> bool:
@@ -183,7 +175,7 @@ def _kernels() -> Any:
 
 
 def _divided(
-    fn: Any, leaves: Any, scalars: Any, chosen: Sequence[int], by_xla: Any, by_kernels: Any
+    name: str, fn: Any, leaves: Any, scalars: Any, chosen: Sequence[int], by_xla: Any, *more: Any
 ) -> list[Any]:
     """The results of all leaves: by kernels of the chosen ones, those on one mesh together."""
     others = [i for i in range(len(leaves)) if i not in set(chosen)]
@@ -192,7 +184,8 @@ def _divided(
     for i in chosen:
         groups.setdefault(mesh.explicit(leaves[i].operands[0]), []).append(i)
     for group in groups.values():
-        outputs = by_kernels(fn, [leaves[i] for i in group], scalars, by_xla)
+        launch, mine = getattr(_kernels(), name), [leaves[i] for i in group]
+        outputs = launch(fn, mine, scalars, by_xla, is_interpreted(), *more)
         results.update(zip(group, outputs, strict=True))
     return [results[i] for i in range(len(leaves))]
 

@@ -141,12 +141,7 @@ def clip_by_leaf_norm(
         partition.record_axes(axes_of(params))
         return optax.EmptyState()
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         del params
         checks.inexact_leaves(updates, "Gradient")
         if max_norm is None:

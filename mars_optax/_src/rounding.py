@@ -75,8 +75,7 @@ def stochastic_apply_updates(
     """
     advice = "Pass what `update` returned for these parameters."
     checks.same_shapes("updates", updates, params, "`params`", advice)
-    leaves = len(jax.tree.leaves(params))
-    keys = jax.tree.unflatten(jax.tree.structure(params), list(jax.random.split(key, leaves)))
+    keys = optax.tree.split_key_like(key, params)
 
     def on_leaf(param: Any, update: Any, leaf_key: jax.Array) -> tuple[jax.Array]:
         dtype = jnp.result_type(param)

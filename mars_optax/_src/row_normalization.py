@@ -68,27 +68,20 @@ def normalize_rows(
             jax.tree.map(lambda x, a: jnp.sum(x, a.reduction, keepdims=True), zeros, axes)
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: NormalizeRowsState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, NormalizeRowsState]:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         del params
         checks.state_type(state, NormalizeRowsState, "normalize_rows")
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
         specs = in_shard_map.specs_of(extra_args, updates)
-        table = trees.rows((updates, state.nu, axes_of(updates), specs))
-        results = [on_leaf(path, *row) for path, row in zip(paths, table, strict=True)]
-        direction, nu = trees.unzip(results, (updates, state.nu))
+        table = in_shard_map.table(updates, specs, state.nu, axes_of(updates))
+        direction, nu = trees.unzip([on_leaf(*row) for row in table], (updates, state.nu))
         return direction, NormalizeRowsState(nu)
 
     def on_leaf(
-        path: tuple[Any, ...], x: jax.Array, nu: jax.Array, axes: partition.Axes, spec: Any
+        path: tuple[Any, ...], x: jax.Array, spec: Any, nu: jax.Array, axes: partition.Axes
     ) -> tuple[jax.Array, jax.Array]:
         # The mesh axes inside a shard_map that divide each row, and those that divide the rows.
         within, across = (
-            tuple(n for part in in_shard_map.sharded(x, spec, dims, path, "a row") for n in part)
+            tuple(n for part in in_shard_map.sharded(path, x, spec, dims, "a row") for n in part)
             for dims in (axes.reduction, axes.output)
         )
         dtype = precision.compute_dtype(x, nu)

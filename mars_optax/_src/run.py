@@ -18,19 +18,12 @@ Step = Callable[..., tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
-    """What makes new parameters of directions: decay, learning rate, and adding the update.
-
-    Attributes:
-      params: The parameters.
-      scale: Minus the learning rate.
-      decay: The weight decay.
-      decays: A tree of bools, which parameters decay.
-    """
+    """What makes new parameters of directions: decay, learning rate, and adding the update."""
 
     params: Any
-    scale: Any
+    scale: Any  # minus the learning rate
     decay: Any
-    decays: Any
+    decays: Any  # a tree of bools, which parameters decay
 
     def updates(self, directions: Any) -> Any:
         """The updates, in at least float32."""
@@ -80,24 +73,13 @@ def run_step(
     finish: Finish | None = None,
     **scalars: Any,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Runs `step` on every leaf.
+    """Runs `step` on every leaf, with arrays of at least float32 and the scalars.
 
-    Args:
-      step: The elementwise update of one leaf. It gets arrays of at least float32 and the scalars;
-        it never reduces or reshapes.
-      updates: The gradients.
-      estimate: The estimator's `Estimate`.
-      moments: The moving averages, each a tree or None, the momentum first.
-      max_norm: The bound on each matrix's corrected gradient, or None.
-      axes: Each leaf's `Axes`, over which its norm is taken.
-      implementation: What executes it, see :func:`execute.elementwise`.
-      specs: Each leaf's partition spec inside a shard_map, or None.
-      finish: If given, what follows the step, and is executed with it.
-      **scalars: Hyperparameters of the step.
+    `estimate` is the estimator's, and `moments` are the moving averages, each a tree or None, the
+    momentum first. Norms are taken over each leaf's `axes`, inside a shard_map divided by `specs`.
 
-    Returns:
-      The directions in at least float32, or the new parameters; and the new moments in the dtypes
-      of the old ones.
+    Returns the directions in at least float32, or with `finish`, which is executed with the step,
+    the new parameters; and the new moments in the dtypes of the old ones.
     """
     scalars = {"coefficient": estimate.coefficient, "next_gamma": estimate.next_gamma, **scalars}
     # Python numbers are exact, and constants of a program; arrays are its operands.

@@ -73,12 +73,7 @@ def cautious(
             agrees *= agrees.size / (jnp.sum(agrees) + 1)
         return u * agrees
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         if rescale != "none":
             specs = in_shard_map.specs_of(extra_args, updates)
             in_shard_map.require_whole(updates, specs, f"`cautious` with {rescale=}")
@@ -145,12 +140,7 @@ def ignore_absent_gradients(
             )
         return state
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         specs = in_shard_map.specs_of(extra_args, updates)
         in_shard_map.require_whole(updates, specs, "`ignore_absent_gradients`")
         flat = jax.tree_util.tree_leaves_with_path(updates)
@@ -159,32 +149,25 @@ def ignore_absent_gradients(
         def choose(node: Any, old: Any) -> Any:
             """The previous gradients of `old` where there is none now, else those of `node`."""
 
-            def on_leaf(path: tuple[Any, ...], new_leaf: Any, old_leaf: Any) -> Any:
+            def on_leaf(path: Any, new_leaf: Any, old_leaf: Any) -> Any:
                 if path not in absent:
                     return new_leaf
                 return jnp.where(absent[path], precision.beside(old_leaf, new_leaf), new_leaf)
 
-            kept = {
-                name: jax.tree_util.tree_map_with_path(
-                    on_leaf, getattr(node, name), getattr(old, name)
-                )
-                for name in ("prev_grad", "prev_grad_scale")
-            }
-            return node._replace(**kept)
+            def kept(name: str) -> Any:
+                trees = getattr(node, name), getattr(old, name)
+                return jax.tree_util.tree_map_with_path(on_leaf, *trees)
 
-        old_nodes = states.with_previous_gradient(state)
+            return node._replace(**{k: kept(k) for k in ("prev_grad", "prev_grad_scale")})
 
         # With a previous gradient of 0 the correction of a gradient of 0 is 0.
         def without(node: Any) -> Any:
             return choose(node, node._replace(prev_grad=optax.tree.zeros_like(node.prev_grad)))
 
-        updates, new_state = inner.update(
-            updates, states.map_previous_gradients(without, state), params, **extra_args
-        )
-        remaining = iter(old_nodes)
-        new_state = states.map_previous_gradients(
-            lambda node: choose(node, next(remaining)), new_state
-        )
-        return updates, new_state
+        old_nodes = iter(states.with_previous_gradient(state))
+        state = states.map_previous_gradients(without, state)
+        updates, state = inner.update(updates, state, params, **extra_args)
+        state = states.map_previous_gradients(lambda node: choose(node, next(old_nodes)), state)
+        return updates, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

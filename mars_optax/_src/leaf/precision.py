@@ -56,11 +56,8 @@ def host_memory_of(x: jax.Array) -> Any:
 def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) -> jnp.dtype:
     """The dtype in which a quantity belonging to the parameter `x` is kept.
 
-    Args:
-      x: The parameter, as an array, a shape with a dtype, or a Python number.
-      dtype: What the user asked for; None means the parameter's own dtype.
-      averages_squares: Whether it is an average of squares. Such a one is real, and without a
-        wish in at least float32: in bfloat16 an average with b2 = 0.999 stops to move.
+    Where the user asked for none it is the parameter's own. An average of squares is real, and
+    then in at least float32: in bfloat16 one with b2 = 0.999 stops to move.
     """
     own = jnp.result_type(x)
     if averages_squares:

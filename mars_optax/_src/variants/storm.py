@@ -94,8 +94,4 @@ def storm_adamw(
     return assembly.optimizer("storm_adamw", rule, settings, state_type=StormAdamwState)
 
 
-_FIXED: Final = {
-    "correction": "storm",
-    "max_norm": None,
-    "weight_dimension_numbers": None,
-}
+_FIXED: Final = {"correction": "storm", "max_norm": None, "weight_dimension_numbers": None}
