@@ -64,8 +64,7 @@ def fused_step(
         )
     step = getattr(optimizer, "fused_step", None)
     if step is not None:
-        result: tuple[optax.Params, optax.OptState] = step(grads, state, params, extra_args)
-        return result
+        return step(grads, state, params, extra_args)
     update = optax.with_extra_args_support(optimizer).update
     updates, state = update(grads, state, params, **extra_args)
     return optax.apply_updates(params, updates), state

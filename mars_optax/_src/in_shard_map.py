@@ -71,7 +71,7 @@ def sums(values: Sequence[jax.Array], names: Sequence[tuple[str, ...]]) -> list[
     for axes in filter(None, dict.fromkeys(names)):
         mine = [i for i, other in enumerate(names) if other == axes]
         flat = jnp.concatenate([values[i].reshape(-1) for i in mine])
-        total = jax.lax.psum(flat, axes)  # type: ignore[no-untyped-call]
+        total = jax.lax.psum(flat, axes)
         start = 0
         for i in mine:
             piece = total[start : start + values[i].size]

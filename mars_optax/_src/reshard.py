@@ -118,9 +118,8 @@ def by_partitioner(
                 # Where matrices do not come out even, some are sent twice. XLA for CPUs fails on an
                 # all-to-all of what has several layouts: behind the barrier it has one.
                 missing = -stack.shape[0] % _devices(on.shape, path[-1][0][len(path[0][0]) :])
-                barrier: Any = jax.lax.optimization_barrier  # untyped in JAX
-                total = stack.shape[0] + missing
-                stack = barrier(jnp.resize(stack, (total, *stack.shape[1:])))
+                resized = jnp.resize(stack, (stack.shape[0] + missing, *stack.shape[1:]))
+                stack = jax.lax.optimization_barrier(resized)
                 for before, after in itertools.pairwise(path):
                     stack = _moved(stack, before, after)
                 stack = fn(stack, *args[count:])
@@ -138,7 +137,7 @@ def by_partitioner(
         " ".join(f"constant{i}axis{axis}" for axis in range(x.ndim))
         for i, x in enumerate(constants)
     ]
-    call: Any = custom_partitioning(whole)  # type: ignore[no-untyped-call]
+    call: Any = custom_partitioning(whole)
     call.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
@@ -237,9 +236,7 @@ def _moved(x: jax.Array, before: _Place, after: _Place) -> jax.Array:
         # Mesh axes go from a side to the stack, or back.
         source, target = changed if len(before[0]) > len(after[0]) else reversed(changed)
         names = before[source][len(after[source]) :]
-        swap: Any = jax.lax.all_to_all  # untyped in JAX
-        exchanged: jax.Array = swap(x, names, split_axis=target, concat_axis=source, tiled=True)
-        return exchanged
+        return jax.lax.all_to_all(x, names, split_axis=target, concat_axis=source, tiled=True)
     (axis,) = changed
     kept = min(len(before[axis]), len(after[axis]))
     x = mesh.gathered(x, [axis], [before[axis][kept:]])

@@ -15,7 +15,7 @@ def _round_stochastically(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array
     nearest = x.astype(dtype)
     rest = x - nearest.astype(x.dtype)
     # Not infinity: some 8-bit floats have none.
-    largest = jnp.finfo(dtype).max  # type: ignore[no-untyped-call]
+    largest = jnp.finfo(dtype).max
     towards = jnp.where(rest < 0, -largest, largest).astype(dtype)
     other = jnp.nextafter(nearest, towards)
     step = jnp.abs(other.astype(x.dtype) - nearest.astype(x.dtype))

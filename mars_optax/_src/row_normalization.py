@@ -102,7 +102,7 @@ def normalize_rows(
 
 def _over_devices(x: Any, names: tuple[str, ...]) -> Any:
     """The sum over mesh axes inside a shard_map."""
-    return jax.lax.psum(x, names) if names else x  # type: ignore[no-untyped-call]
+    return jax.lax.psum(x, names) if names else x
 
 
 def _nonzero(x: jax.Array) -> jax.Array:

@@ -45,8 +45,7 @@ def updated(direction: Any, param: Any, scale: Any, decay: Any) -> jax.Array:
     """An update, in the dtype of the direction."""
     if decay is not None:
         direction = direction + decay * precision.widen(param, precision.compute_dtype(direction))
-    result: jax.Array = scale * direction
-    return result
+    return scale * direction
 
 
 def applied(update: jax.Array, param: Any) -> jax.Array:
@@ -56,8 +55,7 @@ def applied(update: jax.Array, param: Any) -> jax.Array:
     """
     wide, update = precision.widen(param), update.astype(param.dtype)
     # As :func:`optax.apply_updates` adds: in low precision the same as rounding the exact sum.
-    result: jax.Array = (wide + precision.widen(update)).astype(param.dtype)
-    return result
+    return (wide + precision.widen(update)).astype(param.dtype)
 
 
 def run_step(

@@ -93,8 +93,7 @@ def elementwise(
         platforms["default"] = lambda *args: jax.tree.map(refused, xla(*args))
     n_outputs = len(leaves[0].out_dtypes)
     run = functools.partial(shards.on_shards, _by_platform(platforms, interpret), n_outputs)
-    outputs: list[_Outputs] = mesh.opaque(run, xla)(_table(scalars), data)
-    return outputs
+    return mesh.opaque(run, xla)(_table(scalars), data)
 
 
 def squares(
@@ -109,8 +108,7 @@ def squares(
     xla = on(lambda mine, table: [by_xla(fn, leaf, tuple(table)) for leaf in mine])
     gpu = on(functools.partial(_squares_on_gpu, fn, interpret))
     run = mesh.opaque(_by_platform({"cuda": gpu, "default": xla}, interpret), xla)
-    results: list[jax.Array] = run(_table(scalars), data)
-    return results
+    return run(_table(scalars), data)
 
 
 def _of_arrays(leaves: Sequence[Any], *names: str) -> tuple[list[Any], Any]:

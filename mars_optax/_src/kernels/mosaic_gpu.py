@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mars_optax._src.kernels import rewrite, tiling
 
 _AXES = ("leaf", "row", "block")
-_struct: Any = jax.ShapeDtypeStruct  # untyped in JAX
+_struct = jax.ShapeDtypeStruct
 
 
 def call(
@@ -130,8 +130,7 @@ def _laid_out(value: jax.Array, block: int, interpret: bool) -> jax.Array:
     if interpret:
         return value
     layout = plgpu.Layout.WG_STRIDED((block,), vec_size=min(2, block // tiling.WARPGROUP))
-    result: jax.Array = plgpu.layout_cast(value, layout)
-    return result
+    return plgpu.layout_cast(value, layout)
 
 
 def _launch(

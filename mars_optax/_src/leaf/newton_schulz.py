@@ -73,8 +73,7 @@ def iterated(
         steps = int(steps)
     run = _known_steps if isinstance(steps, int) else _any_steps
     table = jnp.asarray(coeffs, precision.compute_dtype(x))
-    result: jax.Array = run(x, table, steps=steps, matmul_precision=matmul_precision)
-    return result
+    return run(x, table, steps=steps, matmul_precision=matmul_precision)
 
 
 def _steps(
@@ -95,8 +94,7 @@ def _steps(
         for i in range(steps):
             x = step(i, x)
         return x
-    result: jax.Array = jax.lax.fori_loop(0, steps, step, x)
-    return result
+    return jax.lax.fori_loop(0, steps, step, x)
 
 
 # Compiled here, an eager call finds its program in the cache, which knows functions by identity. A

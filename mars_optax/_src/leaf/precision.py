@@ -10,14 +10,12 @@ def compute_dtype(*arrays: Any) -> jnp.dtype:
     """The real dtype in which these arrays are worked on: at least float32."""
     # Not by JAX's promotion, which has no rule for 8-bit floats, and none at all if it is strict.
     is_double = any(jnp.result_type(x) in (jnp.float64, jnp.complex128) for x in arrays)
-    dtype: jnp.dtype = jnp.dtype(jnp.float64 if is_double else jnp.float32)
-    return dtype
+    return jnp.dtype(jnp.float64 if is_double else jnp.float32)
 
 
 def _complex_of(dtype: Any) -> jnp.dtype:
     """The complex dtype whose parts are at least as wide as the real `dtype`."""
-    wide: jnp.dtype = jnp.dtype(jnp.complex128 if dtype == jnp.float64 else jnp.complex64)
-    return wide
+    return jnp.dtype(jnp.complex128 if dtype == jnp.float64 else jnp.complex64)
 
 
 def widen(x: Any, dtype: Any = None) -> jax.Array:
@@ -77,7 +75,7 @@ def copied(x: Any, dtype: Any) -> jax.Array:
     """
     x = jnp.asarray(x)
     if not jnp.iscomplexobj(x) and _largest_exponent(dtype) < _largest_exponent(x.dtype):
-        largest = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
+        largest = float(jnp.finfo(dtype).max)
         # bfloat16 rounds the largest number of float16 up, beyond its range.
         x = widen(x)
         x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
@@ -85,7 +83,7 @@ def copied(x: Any, dtype: Any) -> jax.Array:
 
 
 def _largest_exponent(dtype: Any) -> int:
-    return int(jnp.finfo(dtype).maxexp)  # type: ignore[no-untyped-call]
+    return int(jnp.finfo(dtype).maxexp)
 
 
 def available(dtype: Any) -> jnp.dtype:

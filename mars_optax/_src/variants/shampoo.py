@@ -5,15 +5,7 @@ import functools
 import jax
 import optax
 
-from mars_optax._src import (
-    assembly,
-    checks,
-    named,
-    orthogonalize,
-    partition,
-    transformation,
-    types,
-)
+from mars_optax._src import assembly, checks, named, orthogonalize, partition, transformation, types
 from mars_optax._src.adaptive import Gamma
 from mars_optax._src.leaf import newton_schulz, precision
 from mars_optax._src.states import MomentumState, State

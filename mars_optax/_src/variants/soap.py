@@ -181,11 +181,7 @@ def _invariant(x: jax.Array, like: jax.Array) -> jax.Array:
     In a shard_map the type of what was gathered does not say that it is equal on all devices.
     """
     names = tuple(sorted(mesh.varying(x) - mesh.varying(like)))
-    if not names:
-        return x
-    total: Any = jax.lax.psum  # untyped in JAX
-    result: jax.Array = total(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names)
-    return result
+    return jax.lax.psum(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names) if names else x
 
 
 def _adjoint(x: jax.Array) -> jax.Array:
