@@ -338,7 +338,9 @@ def _same_leaves(
     others = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
     missing = [f"no leaf '{path}'" for path in others if path not in mine]
     spare = [f"a further leaf '{path}'" for path in mine if path not in others]
-    if not missing + spare and any(map(_is_of_nnx, (got, wanted))):
+    # Modules and states of Flax NNX, which need not be there.
+    kinds = (*type(got).__mro__, *type(wanted).__mro__)
+    if not missing + spare and any(x.__module__.startswith("flax.nnx") for x in kinds):
         raise ValueError(
             f"{subject}: expected a tree of the structure of {where}, got a `{type(got).__name__}` "
             f"for a `{type(wanted).__name__}`. Use `nnx.Optimizer(model, tx, "
@@ -350,11 +352,6 @@ def _same_leaves(
     raise ValueError(
         f"{subject}: expected a tree of the structure of {where}, got {difference}. {advice}"
     )
-
-
-def _is_of_nnx(tree: Any) -> bool:
-    """Whether a tree is a module or a state of Flax NNX, which need not be there."""
-    return any(kind.__module__.startswith("flax.nnx") for kind in type(tree).__mro__)
 
 
 def needs_params(params: Any, name: str, decays: dict[str, Any]) -> None:

@@ -110,7 +110,8 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
         size = _nbytes(leaf)
         state_bytes += size
         # A buffer has its parameter's path behind a field of a state, as a hyperparameter may.
-        starts = [i + 1 for i, key in enumerate(path) if _is_field(key)]
+        names = [getattr(key, "name", "hyperparams") for key in path]
+        starts = [i for i, name in enumerate(names, 1) if "hyperparams" not in name]
         owners = [p for p, _ in flat if any(path[i : i + len(p)] == p for i in starts)]
         if owners and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             owned[max(owners, key=len)] += size
@@ -133,10 +134,6 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
 def _row(leaf: LeafDescription) -> tuple[str, ...]:
     axes = partition.axes_of_leaf(leaf.axes, leaf.shape)
     return (leaf.path, str(leaf.shape), leaf.dtype, leaf.rule, str(axes), str(leaf.state_bytes))
-
-
-def _is_field(key: Any) -> bool:
-    return isinstance(key, jax.tree_util.GetAttrKey) and "hyperparams" not in key.name
 
 
 def _nbytes(leaf: Any) -> int:

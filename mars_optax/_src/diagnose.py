@@ -87,7 +87,11 @@ def diagnose(
     for node in states.with_previous_gradient(state):
         value: Any = gamma(node.count) if callable(gamma) else gamma
         of_gamma = None if rule is None else node.gamma_state
-        rules = dict(jax.tree_util.tree_leaves_with_path(of_gamma, is_leaf=_is_gamma_state))
+        rules = dict(
+            jax.tree_util.tree_leaves_with_path(
+                of_gamma, is_leaf=lambda x: isinstance(x, AdaptiveGammaState)
+            )
+        )
         for path, stored in states.previous_gradients(node).items():
             if path not in by_path:
                 continue
@@ -117,10 +121,6 @@ def diagnose(
     if rule is not None:
         measures["gamma"] = gammas / matrices
     return measures
-
-
-def _is_gamma_state(node: Any) -> bool:
-    return isinstance(node, AdaptiveGammaState)
 
 
 def _float32(x: Any) -> jax.Array:

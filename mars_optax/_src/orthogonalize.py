@@ -86,7 +86,6 @@ def transformation(
         return momentum
 
     def update_fn(momenta: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        del params
         axes = partition.resolve_axes(weight_dimension_numbers, momenta, partition.matrix_at_rank_2)
         what = "the orthogonalization of a matrix"
         layouts = in_shard_map.layouts(momenta, axes, extra_args, what)
@@ -125,10 +124,8 @@ def orthogonalize(
     near 0: this approximates the factor :math:`U V^H` of the singular value decomposition without
     converging to it. A matrix of zeros gives zeros, and so does one whose norm overflows, from
     1.8e19 on in float32; one whose norm is not far above :math:`\varepsilon` comes out smaller. A
-    NaN stays in its own matrix.
-
-    The Frobenius norm is taken in at least float32 before the cast to `dtype`; the reference's
-    ``mars_m.py`` takes that of the cast matrix, and one norm for a whole stack.
+    NaN stays in its own matrix. The norm is taken in at least float32 before the cast to `dtype`;
+    the reference's ``mars_m.py`` takes that of the cast matrix, and one for a whole stack.
 
     Args:
       x: A real or complex matrix (in, out) of rank 2, or an array of any rank with

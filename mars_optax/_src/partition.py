@@ -85,7 +85,6 @@ def matrix_at_rank_2(ndim: int) -> Axes:
 
 def no_matrices(params: Any) -> None:
     """`weight_dimension_numbers` of a tree all of whose leaves are vectors."""
-    del params
 
 
 DefaultRule = Callable[[int], Axes]
@@ -174,17 +173,14 @@ def axes_of_leaf(
 def _normalized(axes: Any, ndim: int, where: str) -> tuple[int, ...]:
     """Axes as a tuple of distinct non-negative ints."""
     sequence = axes if isinstance(axes, Sequence) else (axes,)
-    fits = all(_is_index(i) and -ndim <= i < ndim for i in sequence)
+    are_numbers = all(isinstance(i, int | np.integer) and type(i) is not bool for i in sequence)
+    fits = are_numbers and all(-ndim <= i < ndim for i in sequence)
     if not fits or not sequence or len({i % ndim for i in sequence}) != len(sequence):
         raise ValueError(
             f"{where}: expected one axis or several distinct ones, each in [{-ndim}, {ndim}), got "
             f"{axes!r}. Name axes that the leaf has."
         )
     return tuple(int(i) % ndim for i in sequence)
-
-
-def _is_index(i: Any) -> bool:
-    return isinstance(i, int | np.integer) and not isinstance(i, bool)
 
 
 def _first_difference(spec: Any, params: Any) -> str:
@@ -266,8 +262,6 @@ def dimension_numbers_by_path(
         called, if a rule's expression finds no leaf at all.
 
     Examples:
-      A stack of three layers, an embedding that is to be treated as a vector, and biases:
-
       >>> import jax.numpy as jnp
       >>> import mars_optax
       >>> from optax.contrib import MuonDimensionNumbers

@@ -32,16 +32,10 @@ def stochastic_apply_updates(
     In bfloat16 an update below 0.2 to 0.4 % of its parameter is rounded away, step after step, and
     late in training nearly all are. Here the sum, taken in at least float32, goes to one of its two
     neighbours in the parameter's dtype with odds that make the rounding right on average,
-
-    .. math::
-
-      E[\mathrm{round}(x)] = x,
-
-    so that small updates add up. Where the sum has the parameter's dtype, as for float32
-    parameters and updates, and for complex ones, it is that of :func:`optax.apply_updates`. It is
-    for parameters that are kept in low precision, without a copy in float32. The moments need it
-    less: with b1 = 0.95 their averages move by 5 %, and second moments are in float32 unless told
-    otherwise.
+    :math:`E[\mathrm{round}(x)] = x`, so that small updates add up. Where the sum has the
+    parameter's dtype, and for complex ones, it is that of :func:`optax.apply_updates`. It is for
+    parameters that are kept in low precision without a copy in float32. The moments need it less:
+    with b1 = 0.95 their averages move by 5 %, and second moments are in float32 by default.
 
     Args:
       params: Parameters.

@@ -18,7 +18,6 @@ Moments = Mapping[str, Callable[[optax.Params], Any]]
 
 def identity_step(c: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
     """The corrected and clipped gradient itself."""
-    del grad
     return (c,)
 
 
@@ -65,9 +64,7 @@ def rule(
     kept = {moment: zeros(()) is not None for moment, zeros in moments.items()} | source.kept
     if inner is not None:
         kept["inner_state"] = True
-
-    def axes_of(tree: Any) -> Any:
-        return partition.resolve_axes(numbers, tree, default)
+    axes_of = functools.partial(partition.resolve_axes, numbers, default=default)
 
     def init_fn(params: optax.Params) -> Any:
         checks.inexact_leaves(params)

@@ -220,22 +220,17 @@ def mars(
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-AdamW: AdamW on variance-reduced gradients.
 
-    Matrices are updated by
-
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)
-
-    with the direction :math:`u_t` of :func:`scale_by_mars`, whose docstring has the equations, and
-    all other leaves by AdamW with the values `*_1d`. With ``correction="none", max_norm=None,
-    optimize_1d=True`` and the same rates and decay it is :func:`optax.adamw`, but for the dtypes of
-    state and arithmetic in low precision.
+    Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
+    :math:`u_t` of :func:`scale_by_mars`, whose docstring has the equations, and all other leaves by
+    AdamW with the values `*_1d`. With ``correction="none", max_norm=None, optimize_1d=True`` and
+    the same rates and decay it is :func:`optax.adamw`, but for the dtypes of state and arithmetic
+    in low precision.
 
     Differences from the reference code: leaves of rank >= 3 are matrices, clipped as a whole, where
     there they go to AdamW (``weight_dimension_numbers=dimension_numbers_by_path([])`` restores
-    that); `learning_rate_1d` is a learning rate or schedule of its own, where there `lr_1d / lr` is
-    frozen at construction; `mask` applies to all leaves, where there `weight_decay_1d` cannot be
-    turned off for single ones. Weight decay of the vectors is 0.1 unless told otherwise, as there.
+    that); `learning_rate_1d` is a rate or schedule of its own, where there `lr_1d / lr` is frozen
+    at construction; `mask` applies to all leaves, where there `weight_decay_1d` cannot be turned
+    off for single ones.
 
     Args:
       learning_rate_1d: ... The paper's GPT-2 runs use half of it.
@@ -247,8 +242,7 @@ def mars(
       >>> import mars_optax
       >>> import optax
       >>> def loss(params):
-      ...     outputs = jnp.ones((4, 3)) @ params["kernel"] + params["bias"]
-      ...     return jnp.mean(jnp.square(outputs - 2.0))
+      ...     return jnp.mean(jnp.square(jnp.ones(3) @ params["kernel"] + params["bias"] - 2.0))
       >>> params = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}
       >>> tx = mars_optax.mars(learning_rate=0.1, learning_rate_1d=0.05)
       >>> state = tx.init(params)

@@ -44,13 +44,9 @@ def variance_reduced(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Any preconditioner on variance-reduced gradients: MARS as a framework.
 
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (\mathrm{inner}(\tilde c_t) + \lambda x_t)
-
-    for matrices, with the corrected and clipped gradient :math:`\tilde c_t` of
-    :func:`scale_by_mars`, and AdamW with the values `*_1d` for all other leaves. So
-    ``inner=optax.scale_by_adam(b1, b2)`` gives :func:`mars`.
+    For matrices :math:`x_{t+1} = x_t - \eta_t (\mathrm{inner}(\tilde c_t) + \lambda x_t)` with the
+    corrected and clipped gradient :math:`\tilde c_t` of :func:`scale_by_mars`, all other leaves by
+    AdamW with the values `*_1d`. So ``inner=optax.scale_by_adam(b1, b2)`` gives :func:`mars`.
 
     Args:
       inner: An Optax transformation that makes directions of gradients and does not change their

@@ -113,14 +113,9 @@ def mars_lion(
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-Lion: sign descent on variance-reduced gradients.
 
-    Matrices are updated by
-
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (\mathrm{sign}(m_t) + \lambda x_t)
-
-    with the momentum :math:`m_t` of :func:`scale_by_mars_lion`, whose docstring has the equations
-    and the first step, and all other leaves by AdamW with the values `*_1d`.
+    Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (\mathrm{sign}(m_t) + \lambda x_t)` with
+    the momentum :math:`m_t` of :func:`scale_by_mars_lion`, whose docstring has the equations and
+    the first step, and all other leaves by AdamW with the values `*_1d`.
 
     Differences from the reference code: as for :func:`mars`, and there is no second moment, which
     is allocated there and stays zero.

@@ -3,18 +3,10 @@
 import jax
 import optax
 
-from mars_optax._src import (
-    assembly,
-    checks,
-    named,
-    orthogonalize,
-    partition,
-    row_normalization,
-    transformation,
-    types,
-)
+from mars_optax._src import assembly, checks, named, orthogonalize, partition, transformation, types
 from mars_optax._src.adaptive import Gamma
 from mars_optax._src.leaf import newton_schulz
+from mars_optax._src.row_normalization import normalize_rows
 from mars_optax._src.states import MomentumState, State
 from mars_optax._src.variants import adamw
 
@@ -100,7 +92,7 @@ def scale_by_mars_m(
     inner = orthogonalize.transformation(iteration, newton_schulz.rms_factor, numbers)
     if row_b2 is not None:
         checks.decay_rate("row_b2", row_b2)
-        rows = row_normalization.normalize_rows(row_b2, weight_dimension_numbers=numbers)
+        rows = normalize_rows(row_b2, weight_dimension_numbers=numbers)
         inner = optax.chain(inner, rows)
     return transformation.momentum_rule("scale_by_mars_m", ScaleByMarsMState, settings, inner=inner)
 
@@ -143,15 +135,10 @@ def mars_m(
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-M: Muon on variance-reduced gradients, at AdamW's scale of updates.
 
-    Matrices are updated by
-
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)
-
-    with the direction :math:`u_t` of :func:`scale_by_mars_m`, whose docstring has the equations,
-    the first step and the differences from the reference code. All other leaves are updated by
-    AdamW with the values `*_1d`.
+    Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
+    :math:`u_t` of :func:`scale_by_mars_m`, whose docstring has the equations, the first step and
+    the differences from the reference code. All other leaves are updated by AdamW with the values
+    `*_1d`.
 
     A further difference: AdamW's epsilon is added after the bias correction, as in Optax; in
     ``mars_m.py`` before, which is one of :math:`\varepsilon / \sqrt{1 - \beta_2^t}` here.

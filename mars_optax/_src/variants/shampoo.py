@@ -143,15 +143,10 @@ def mars_shampoo(
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-Shampoo: orthogonalized momentum of variance-reduced gradients.
 
-    Matrices are updated by
-
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)
-
-    with the direction :math:`u_t` of :func:`scale_by_mars_shampoo`, whose docstring has the
-    equations, the first step and the differences from the reference code. All other leaves are
-    updated by AdamW with the values `*_1d`; with `optimize_1d` by :func:`mars` with the main ones.
+    Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
+    :math:`u_t` of :func:`scale_by_mars_shampoo`, whose docstring has the equations, the first step
+    and the differences from the reference code. All other leaves are updated by AdamW with the
+    values `*_1d`; with `optimize_1d` by :func:`mars` with the main ones.
 
     Args:
       b2: Decay rate, in [0, 1), of the second moment of the other leaves under `optimize_1d`.

@@ -73,9 +73,8 @@ def scale_by_soap(
     nu_dtype = checks.recursive_dtype("nu_dtype", nu_dtype)
     gram_dtype = checks.recursive_dtype("precondition_dtype", precondition_dtype)
     partition.check_spec(weight_dimension_numbers)
-
-    def axes_of(tree: Any) -> Any:
-        return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_at_rank_2)
+    default, numbers = partition.matrix_at_rank_2, weight_dimension_numbers
+    axes_of = functools.partial(partition.resolve_axes, numbers, default=default)
 
     def length(fans: tuple[int, int], side: int) -> int:
         """That of a side of matrices, or 0 if it is not preconditioned."""
@@ -132,7 +131,6 @@ def scale_by_soap(
         return jnp.where(is_skipped, 0, direction), mu, nu, left, right, *bases
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        del params
         checks.state_type(state, ScaleBySoapState, "scale_by_soap")
         checks.gradients(updates, state.mu, "`state.mu`")
         checks.state_fields(state, {"nu": updates}, "scale_by_soap")
@@ -281,10 +279,10 @@ def scale_by_mars_soap(
     not preconditioned has the identity for a basis; without any, this is :func:`scale_by_mars`.
 
     As in the reference code the first step only finds the bases, by an eigendecomposition of
-    :math:`L_1` and :math:`R_1`. Its direction is 0, and :math:`m_1 = v_1 = 0`: in its own
-    eigenbasis the first gradient is diagonal, and Adam would bring what rounding leaves beside the
-    diagonal to the size of the rest. Until enough gradients have come, eigenvectors of 0 are
-    arbitrary, and with them the directions: those of two devices or programs may differ.
+    :math:`L_1` and :math:`R_1`; its direction, :math:`m_1` and :math:`v_1` are 0. In its own
+    eigenbasis the first gradient is diagonal, and Adam would bring what rounding leaves beside that
+    to the size of the rest. Until enough gradients have come, eigenvectors of 0 are arbitrary, and
+    with them the directions: those of two devices or programs may differ.
 
     Args:
       weight_dimension_numbers: ... None: every leaf is a matrix (in, out) of rank 2.
@@ -360,15 +358,10 @@ def mars_soap(
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-SOAP: Adam in Shampoo's eigenbasis, on variance-reduced gradients.
 
-    Matrices are updated by
-
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)
-
-    with the direction :math:`u_t` of :func:`scale_by_mars_soap`, whose docstring has the equations
-    and the first step, which moves no matrix but by its decay. All other leaves are updated by
-    AdamW with the values `*_1d`.
+    Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
+    :math:`u_t` of :func:`scale_by_mars_soap`, whose docstring has the equations and the first step,
+    which moves no matrix but by its decay. All other leaves are updated by AdamW with the values
+    `*_1d`.
 
     Args:
       weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings and output layers are
