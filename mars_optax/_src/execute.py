@@ -12,7 +12,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from mars_optax._src import mesh, types
+from mars_optax._src import mesh
 from mars_optax._src.leaf import clipping
 
 # (operands, factor, scalars) -> outputs, all elementwise; an absent factor is None.
@@ -46,11 +46,9 @@ class _Operands:
 class Leaf(_Operands):
     """What an elementwise function reads and writes of one leaf."""
 
-    # An array of the same rank that is broadcast to the shape, or None. XLA takes any tree.
-    factor: Any
+    factor: Any  # an array that is broadcast to the shape, of its rank, or None; XLA takes any tree
     out_dtypes: tuple[Any, ...]
-    # From an output to the operand whose buffer it may take, which has its dtype.
-    aliases: Mapping[int, int]
+    aliases: Mapping[int, int]  # outputs to operands of their dtypes, whose buffers they may take
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -79,10 +77,8 @@ class Leaf(_Operands):
 class NormLeaf(_Operands):
     """What norms are taken of."""
 
-    # Those of a norm, not negative and in order.
-    axes: tuple[int, ...]
-    # That of the arithmetic, and of the sums.
-    dtype: Any
+    axes: tuple[int, ...]  # those of a norm, not negative and in order
+    dtype: Any  # that of the arithmetic, and of the sums
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -98,10 +94,7 @@ class NormLeaf(_Operands):
 
 
 def elementwise(
-    fn: Elementwise,
-    leaves: Sequence[Leaf],
-    scalars: Sequence[jax.Array],
-    implementation: types.Implementation | None,
+    fn: Elementwise, leaves: Sequence[Leaf], scalars: Sequence[jax.Array], implementation: Any
 ) -> list[tuple[jax.Array, ...]]:
     """The outputs of `fn` on each leaf; all have as many operands and outputs.
 
@@ -121,10 +114,7 @@ def elementwise(
 
 
 def squares(
-    fn: Normed,
-    leaves: Sequence[NormLeaf],
-    scalars: Sequence[Any],
-    implementation: types.Implementation | None,
+    fn: Normed, leaves: Sequence[NormLeaf], scalars: Sequence[Any], implementation: Any
 ) -> list[jax.Array]:
     """The squares of the norms of `fn` of each leaf, with the axes of a norm kept at length 1.
 

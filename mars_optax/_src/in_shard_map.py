@@ -5,6 +5,7 @@ argument `param_specs` of `update` does: the partition specs by which the parame
 automatic axes outside, `reshard.by_specs` takes it.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -70,13 +71,11 @@ def sums(values: Sequence[jax.Array], names: Sequence[tuple[str, ...]]) -> list[
     results = list(values)
     for axes in filter(None, dict.fromkeys(names)):
         mine = [i for i, other in enumerate(names) if other == axes]
-        flat = jnp.concatenate([values[i].reshape(-1) for i in mine])
-        total = jax.lax.psum(flat, axes)
-        start = 0
-        for i in mine:
-            piece = total[start : start + values[i].size]
+        total = jax.lax.psum(jnp.concatenate([values[i].reshape(-1) for i in mine]), axes)
+        ends = itertools.accumulate(values[i].size for i in mine)
+        for i, end in zip(mine, ends, strict=True):
+            piece = total[end - values[i].size : end]
             results[i] = piece.reshape(values[i].shape).astype(values[i].dtype)
-            start += values[i].size
     return results
 
 

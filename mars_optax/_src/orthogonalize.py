@@ -48,9 +48,7 @@ class Orthogonalization:
         constants = [jnp.asarray(self.coeffs)] + ([] if is_known else [jnp.asarray(self.steps)])
 
         def fn(stack: jax.Array, coeffs: jax.Array, steps: Any = self.steps) -> jax.Array:
-            return newton_schulz.iterated(
-                stack, coeffs, steps=steps, matmul_precision=self.precision
-            )
+            return newton_schulz.iterated(stack, coeffs, steps, self.precision)
 
         normalized = [
             newton_schulz.normalized(x, a.of_one_norm, eps=self.eps, dtype=self.dtype)
@@ -80,10 +78,10 @@ def transformation(
     `divisor` before, if there is one.
     """
 
-    def divided(momentum: jax.Array) -> jax.Array:
-        if divisor is not None:
-            momentum /= precision.widen_scalar(divisor, precision.compute_dtype(momentum))
-        return momentum
+    def divided(x: jax.Array) -> jax.Array:
+        if divisor is None:
+            return x
+        return x / precision.widen_scalar(divisor, precision.compute_dtype(x))
 
     def update_fn(momenta: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         axes = partition.resolve_axes(weight_dimension_numbers, momenta, partition.matrix_at_rank_2)

@@ -33,8 +33,8 @@ class Finish:
             scale, decay = (precision.widen_scalar(x, dtype) for x in (self.scale, self.decay))
             return (updated(u, p, scale, decay if decays else None),)
 
-        rows = (directions, self.params, self.decays)
-        return trees.map_unzip(on_leaf, rows, (directions,))[0]
+        inputs = directions, self.params, self.decays
+        return trees.map_unzip(on_leaf, inputs, (directions,))[0]
 
     def tree(self, directions: Any) -> Any:
         """The new parameters."""
@@ -123,17 +123,16 @@ def run_step(
 
     params, all_decays = (None, None) if finish is None else (finish.params, finish.decays)
     table = trees.rows((updates, estimate.other, params, *moments))
+    outputs: list[Any] = [None] * len(table)
     clips: list[Any] = [None] * len(table)
     if max_norm is not None:
         squares = _squares(updates, estimate, axes, (*moments, params), implementation)
-        clips = [
-            clipping.factor_of_squares(x, precision.widen_scalar(max_norm, x.dtype))
-            for x in in_shard_map.sum_parts(squares, updates, axes, specs)
-        ]
-    decay_of = [decays for _, decays in trees.rows((updates, all_decays))]
-    outputs: list[Any] = [None] * len(table)
+        squares = in_shard_map.sum_parts(squares, updates, axes, specs)
+        bounds = [precision.widen_scalar(max_norm, x.dtype) for x in squares]
+        clips = list(map(clipping.factor_of_squares, squares, bounds))
     for decays in (False, True):
-        mine = [i for i, its in enumerate(decay_of) if bool(its) is decays]
+        rows = enumerate(trees.rows((updates, all_decays)))
+        mine = [i for i, (_, its) in rows if bool(its) is decays]
         leaves = [leaf_of(clips[i], *table[i]) for i in mine]
         results = execute.elementwise(fn_of(decays), leaves, values, implementation)
         for i, (direction, *new) in zip(mine, results, strict=True):
@@ -144,11 +143,7 @@ def run_step(
 
 
 def _squares(
-    updates: Any,
-    estimate: Any,
-    axes: Any,
-    others: tuple[Any, ...],
-    implementation: types.Implementation | None,
+    updates: Any, estimate: Any, axes: Any, others: tuple[Any, ...], implementation: Any
 ) -> list[jax.Array]:
     """The squares of the norms of each leaf's corrected gradient."""
 
@@ -161,8 +156,6 @@ def _squares(
     for grad, other, leaf_axes, *rest in trees.rows((updates, estimate.other, axes, *others)):
         present = [jnp.asarray(x) for x in (grad, other, *rest) if x is not None]
         operands = tuple(present[: 1 if other is None else 2])
-        norm_axes = sorted(axis % jnp.ndim(grad) for axis in leaf_axes.of_one_norm)
-        leaves.append(
-            execute.NormLeaf(operands, tuple(norm_axes), precision.compute_dtype(*present))
-        )
+        norm_axes = tuple(sorted(axis % jnp.ndim(grad) for axis in leaf_axes.of_one_norm))
+        leaves.append(execute.NormLeaf(operands, norm_axes, precision.compute_dtype(*present)))
     return execute.squares(corrected, leaves, [estimate.coefficient], implementation)

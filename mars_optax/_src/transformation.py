@@ -1,5 +1,6 @@
 """What all variants have in common: estimator, clip, step, preconditioner, and their order."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -52,9 +53,8 @@ def rule(
     checks.max_norm(max_norm)
     checks.choice("implementation", implementation, (None, "xla", "pallas"))
     partition.check_spec(numbers)
-    source = Estimator(
-        **{field: settings[key] for field, key in _SETTINGS.items() if key in settings}
-    )
+    fields = {x.name: _NAMES.get(x.name, x.name) for x in dataclasses.fields(Estimator)}
+    source = Estimator(**{k: settings[key] for k, key in fields.items() if key in settings})
     if max_norm is not None:
         checks.keeps_prev_grad(source.keep_prev_grad, f"`max_norm`={max_norm!r}", "None")
     if inner is not None:
@@ -144,13 +144,5 @@ def momentum_rule(
     )
 
 
-_SETTINGS: Final = {
-    "gamma": "gamma",
-    "b1": "b1",
-    "mode": "correction",
-    "first_step": "first_step",
-    "dtype": "prev_grad_dtype",
-    "keep_prev_grad": "keep_prev_grad",
-    "alpha": "alpha",
-    "correction_clip": "correction_clip",
-}
+# The fields of the estimator whose arguments have other names.
+_NAMES: Final = {"mode": "correction", "dtype": "prev_grad_dtype"}

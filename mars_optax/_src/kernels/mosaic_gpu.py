@@ -134,13 +134,7 @@ def _laid_out(value: jax.Array, block: int, interpret: bool) -> jax.Array:
 
 
 def _launch(
-    body: Any,
-    grid: tuple[int, ...],
-    operands: Any,
-    shapes: Any,
-    targets: Mapping[int, int],
-    name: str,
-    interpret: bool,
+    body: Any, grid: Any, operands: Any, shapes: Any, targets: Any, name: str, interpret: bool
 ) -> list[jax.Array]:
     """Runs `body` on a GPU, where an aliased output is the reference of its operand."""
     if interpret:

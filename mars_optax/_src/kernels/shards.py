@@ -79,10 +79,7 @@ def _partitioned(local: Callable[..., Any], data: Data, n_outputs: int) -> Calla
     owned = [(x, i) for i, leaf in enumerate(data) for x in jax.tree.leaves(leaf)]
     ins = [factors(x, i, k) for k, (x, i) in enumerate(owned)]
     outs = [factors(x[0], i) for i, (x, _) in enumerate(data) for _ in range(n_outputs)]
+    rule = f"replicated, {', '.join(ins)} -> {', '.join(outs)}"
     call: Any = custom_partitioning(local)
-    call.def_partition(
-        partition=partition,
-        infer_sharding_from_operands=infer,
-        sharding_rule=f"replicated, {', '.join(ins)} -> {', '.join(outs)}",
-    )
+    call.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
     return call

@@ -1,7 +1,6 @@
 """Newton-Schulz iteration on stacks of matrices, and the factors of a matrix's shape."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -56,11 +55,7 @@ def normalized(x: jax.Array, axes: tuple[int, ...], *, eps: Any, dtype: Any) -> 
 
 
 def iterated(
-    x: jax.Array,
-    coeffs: Sequence[Triple] | jax.Array,
-    *,
-    steps: Any,
-    matmul_precision: jax.lax.PrecisionLike = None,
+    x: jax.Array, coeffs: Any, steps: Any, matmul_precision: jax.lax.PrecisionLike = None
 ) -> jax.Array:
     """`steps` times X <- (a I + b A + c A A) X with A = X X^H, for matrices with m <= n.
 
@@ -76,9 +71,7 @@ def iterated(
     return run(x, table, steps=steps, matmul_precision=matmul_precision)
 
 
-def _steps(
-    x: jax.Array, table: jax.Array, steps: Any, matmul_precision: jax.lax.PrecisionLike
-) -> jax.Array:
+def _steps(x: jax.Array, table: jax.Array, steps: Any, matmul_precision: Any) -> jax.Array:
     identity = jnp.eye(x.shape[-2], dtype=precision.compute_dtype(x))
     # Without a rank to be promoted, which JAX can be set to refuse.
     identity = precision.beside(jnp.expand_dims(identity, tuple(range(x.ndim - 2))), x)

@@ -19,8 +19,6 @@ from mars_optax._src.states import State
 class ScaleByMarsState(State):
     """State of :func:`scale_by_mars`."""
 
-    __slots__ = ()
-
 
 def adamw_step(
     c: jax.Array,
@@ -183,8 +181,6 @@ def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any] | None:
 
 class MarsState(State):
     """State of :func:`mars` in which vectors have a rule of their own."""
-
-    __slots__ = ()
 
 
 @named.named

@@ -14,8 +14,6 @@ from mars_optax._src.variants import adamw
 class VarianceReducedState(State):
     """State of :func:`variance_reduced`; `inner_state` is that of `inner`."""
 
-    __slots__ = ()
-
 
 @named.named
 def variance_reduced(

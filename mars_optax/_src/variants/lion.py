@@ -16,8 +16,6 @@ from mars_optax._src.variants import adamw
 class ScaleByMarsLionState(MomentumState):
     """State of :func:`scale_by_mars_lion`."""
 
-    __slots__ = ()
-
 
 def lion_step(*arrays: Any, **scalars: Any) -> tuple[jax.Array, jax.Array]:
     """Lines 4 to 7 of Algorithm 3 of the paper, without learning rate and decay."""
@@ -82,8 +80,6 @@ def scale_by_mars_lion(
 
 class MarsLionState(State):
     """State of :func:`mars_lion` in which vectors have a rule of their own."""
-
-    __slots__ = ()
 
 
 @named.named

@@ -14,8 +14,6 @@ from mars_optax._src.variants import adamw
 class ScaleByMarsMState(MomentumState):
     """State of :func:`scale_by_mars_m`."""
 
-    __slots__ = ()
-
 
 @named.named
 def scale_by_mars_m(
@@ -99,8 +97,6 @@ def scale_by_mars_m(
 
 class MarsMState(State):
     """State of :func:`mars_m` in which vectors have a rule of their own."""
-
-    __slots__ = ()
 
 
 @named.named

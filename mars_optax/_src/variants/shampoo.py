@@ -15,8 +15,6 @@ from mars_optax._src.variants import adamw
 class ScaleByMarsShampooState(MomentumState):
     """State of :func:`scale_by_mars_shampoo`."""
 
-    __slots__ = ()
-
 
 @named.named
 def scale_by_mars_shampoo(
@@ -103,8 +101,6 @@ def scale_by_mars_shampoo(
 
 class MarsShampooState(State):
     """State of :func:`mars_shampoo` in which vectors have a rule of their own."""
-
-    __slots__ = ()
 
 
 @named.named

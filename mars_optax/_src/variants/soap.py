@@ -110,9 +110,8 @@ def scale_by_soap(
         """The direction of a stack, and its state before a change of the bases."""
         dtype = precision.compute_dtype(*row)
         x, mu, nu, left, right, *bases = (precision.widen(y, dtype) for y in row)
-        beta1, beta2, gram_beta, outside, inside = (
-            precision.widen_scalar(y, dtype) for y in (b1, b2, beta, eps, eps_root)
-        )
+        scalars = (precision.widen_scalar(y, dtype) for y in (b1, b2, beta, eps, eps_root))
+        beta1, beta2, gram_beta, outside, inside = scalars
         has_basis = any(basis.size for basis in bases)
         is_skipped = (count == 0) & has_basis
         step = jnp.maximum(count, 1) if has_basis else optax.safe_increment(count)
@@ -122,13 +121,13 @@ def scale_by_soap(
         mu_hat = _rotated(mu, *bases) / bias_correction(beta1, step).astype(dtype)
         nu_hat = nu / bias_correction(beta2, step).astype(dtype)
         direction = _rotated(mu_hat / (root(nu_hat + inside) + outside), *map(_adjoint, bases))
-        left, right = (
-            _invariant(gram_beta * gram + (1 - gram_beta) * _matmul(y, _adjoint(y)), gram)
-            if gram.size
-            else gram
-            for gram, y in ((left, x), (right, _adjoint(x)))
-        )
-        return jnp.where(is_skipped, 0, direction), mu, nu, left, right, *bases
+        grams = []
+        for gram, y in ((left, x), (right, _adjoint(x))):
+            if gram.size:
+                average = gram_beta * gram + (1 - gram_beta) * _matmul(y, _adjoint(y))
+                gram = _invariant(average, gram)
+            grams.append(gram)
+        return jnp.where(is_skipped, 0, direction), mu, nu, *grams, *bases
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         checks.state_type(state, ScaleBySoapState, "scale_by_soap")
@@ -140,22 +139,20 @@ def scale_by_soap(
             [layout.axes.to_stack(mesh.whole(layout.whole(jnp.asarray(x)))) for x in row[:3]]
             for layout, row in zip(layouts, table, strict=True)
         ]
+        where, advice = "these settings", "Pass the state that `init` made with these settings."
         for i, field in enumerate(state._fields[3:]):
             sides = [(len(x), length(x.shape[1:], i % 2)) for x, *_ in stacks]
             squares = [np.broadcast_to(0.0, (slices, n, n)) for slices, n in sides]
             wanted = jax.tree.unflatten(jax.tree.structure(updates), squares)
-            advice = "Pass the state that `init` made with these settings."
-            got = getattr(state, field)
-            checks.same_shapes(f"state.{field}", got, wanted, "these settings", advice)
+            checks.same_shapes(f"state.{field}", getattr(state, field), wanted, where, advice)
         rows = [
             advance(state.count, *mine, *row[3:]) for mine, row in zip(stacks, table, strict=True)
         ]
         changed = _changed([row[2:] for row in rows], state.count, precondition_frequency)
         results = []
         for layout, old, row, new in zip(layouts, table, rows, changed, strict=True):
-            direction, *moments = (
-                _leaf(layout, *pair) for pair in zip((*row[:2], new[0]), old, strict=False)
-            )
+            pairs = zip((*row[:2], new[0]), old, strict=False)
+            direction, *moments = (_leaf(layout, *pair) for pair in pairs)
             kept = zip((*moments, *new[1:]), old[1:], strict=True)
             results.append((direction, *(x.astype(y.dtype) for x, y in kept)))
         direction, *fields = trees.unzip(results, (updates, *state[1:]))
@@ -235,8 +232,6 @@ def _changed(rows: Any, count: jax.Array, frequency: int) -> Any:
 
 class ScaleByMarsSoapState(State):
     """State of :func:`scale_by_mars_soap`; `inner_state` is a :class:`ScaleBySoapState`."""
-
-    __slots__ = ()
 
 
 @named.named
@@ -321,8 +316,6 @@ def scale_by_mars_soap(
 
 class MarsSoapState(State):
     """State of :func:`mars_soap`; `inner_state` is a :class:`ScaleBySoapState`."""
-
-    __slots__ = ()
 
 
 @named.named

@@ -13,8 +13,6 @@ from mars_optax._src.variants import adamw
 class StormAdamwState(State):
     """State of :func:`storm_adamw`."""
 
-    __slots__ = ()
-
 
 @named.named
 def storm_adamw(
