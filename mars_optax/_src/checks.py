@@ -282,11 +282,7 @@ def state_type(state: Any, kind: type, name: str) -> None:
 
 
 def state_fields(
-    state: Any,
-    wanted: Mapping[str, Any],
-    name: str,
-    rows: Sequence[str] = (),
-    free: Sequence[str] = (),
+    state: Any, wanted: Any, name: str, rows: Sequence[str] = (), free: Sequence[str] = ()
 ) -> None:
     """The trees of a state are those that the settings ask for, with a leaf for each gradient.
 

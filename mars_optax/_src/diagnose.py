@@ -81,8 +81,7 @@ def diagnose(
     checks.max_norm(max_norm)
     checks.arrays(grads, "Gradient")
     by_path = dict(jax.tree_util.tree_leaves_with_path(grads))
-    zero = jnp.zeros([], jnp.float32)
-    g_g = p_p = g_p = d_d = c_c = clipped = gammas = zero
+    g_g = p_p = g_p = d_d = c_c = clipped = gammas = zero = jnp.zeros([], jnp.float32)
     leaves = matrices = 0
     for node in states.with_previous_gradient(state):
         value: Any = gamma(node.count) if callable(gamma) else gamma
@@ -95,8 +94,7 @@ def diagnose(
         for path, stored in states.previous_gradients(node).items():
             if path not in by_path:
                 continue
-            leaves += 1
-            g, p = _float32(by_path[path]), _float32(stored)
+            leaves, g, p = leaves + 1, _float32(by_path[path]), _float32(stored)
             if rule is not None:
                 value = rule.gamma(rules[path]).astype(jnp.float32)
                 gammas, matrices = gammas + jnp.sum(value), matrices + value.size

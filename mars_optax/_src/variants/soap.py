@@ -134,10 +134,9 @@ def scale_by_soap(
         checks.gradients(updates, state.mu, "`state.mu`")
         checks.state_fields(state, {"nu": updates}, "scale_by_soap")
         layouts = in_shard_map.layouts(updates, axes_of(updates), extra_args, "SOAP")
-        table = trees.rows((updates, *state[1:]))
         stacks = [
-            [layout.axes.to_stack(mesh.whole(layout.whole(jnp.asarray(x)))) for x in row[:3]]
-            for layout, row in zip(layouts, table, strict=True)
+            [layout.axes.to_stack(mesh.whole(layout.whole(jnp.asarray(x)))) for x in row]
+            for layout, row in zip(layouts, trees.rows((updates, state.mu, state.nu)), strict=True)
         ]
         where, advice = "these settings", "Pass the state that `init` made with these settings."
         for i, field in enumerate(state._fields[3:]):
@@ -145,6 +144,7 @@ def scale_by_soap(
             squares = [np.broadcast_to(0.0, (slices, n, n)) for slices, n in sides]
             wanted = jax.tree.unflatten(jax.tree.structure(updates), squares)
             checks.same_shapes(f"state.{field}", getattr(state, field), wanted, where, advice)
+        table = trees.rows((updates, *state[1:]))
         rows = [
             advance(state.count, *mine, *row[3:]) for mine, row in zip(stacks, table, strict=True)
         ]

@@ -59,17 +59,14 @@ def storm_adamw(
       gradients of this step's batch.
 
     Examples:
-      >>> import jax
       >>> import jax.numpy as jnp
       >>> import mars_optax
       >>> import optax
-      >>> def loss(params, batch):
-      ...     return jnp.mean(jnp.square(params - batch))
       >>> params = jnp.zeros(2)
       >>> tx = mars_optax.storm_adamw(0.1, gamma=0.2)
       >>> state = tx.init(params)
-      >>> for batch in (jnp.array([1.0, 2.0]), jnp.array([3.0, 2.0]), jnp.array([2.0, 2.0])):
-      ...     grad_fn = lambda p: jax.grad(loss)(p, batch)
+      >>> for batch in (1.0, 3.0, 2.0):
+      ...     grad_fn = lambda p: p - batch  # of half the sum of squares
       ...     updates, state = tx.update(grad_fn(params), state, params, grad_fn=grad_fn)
       ...     params = optax.apply_updates(params, updates)
       ...     print(f"{params[0]:.3f}", end=" ")
