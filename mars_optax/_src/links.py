@@ -131,16 +131,10 @@ def clip_by_leaf_norm(
         checks.inexact_leaves(updates, "Gradient")
         if max_norm is None:
             return updates, state
-        clipped, _ = run.run_step(
-            transformation.identity_step,
-            updates,
-            Estimate(None, 0.0),
-            (),
-            max_norm=max_norm,
-            axes=axes_of(updates),
-            implementation="xla",
-            specs=in_shard_map.specs_of(extra_args, updates),
-        )
+        step, nothing = transformation.identity_step, Estimate(None, 0.0)
+        how = {"max_norm": max_norm, "axes": axes_of(updates), "implementation": "xla"}
+        specs = in_shard_map.specs_of(extra_args, updates)
+        clipped, _ = run.run_step(step, updates, nothing, (), **how, specs=specs)
         return trees.narrow(clipped, updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

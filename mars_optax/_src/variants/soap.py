@@ -99,12 +99,9 @@ def scale_by_soap(
 
             return jax.tree.map(on_leaf, params, axes)
 
-        return ScaleBySoapState(
-            jnp.zeros([], jnp.int32),
-            trees.zeros(params, mu_dtype),
-            trees.zeros(params, nu_dtype, averages_squares=True),
-            *(zeros(side) for side in (0, 1, 0, 1)),
-        )
+        mu, nu = trees.zeros(params, mu_dtype), trees.zeros(params, nu_dtype, averages_squares=True)
+        count = jnp.zeros([], jnp.int32)
+        return ScaleBySoapState(count, mu, nu, *(zeros(side) for side in (0, 1, 0, 1)))
 
     def advance(count: jax.Array, *row: jax.Array) -> tuple[jax.Array, ...]:
         """The direction of a stack, and its state before a change of the bases."""
@@ -372,9 +369,8 @@ def mars_soap(
       0.00 0.18 0.17
 
     References:
-      Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
-      <https://arxiv.org/abs/2409.11321>`_, 2024. Yuan et al., `MARS
-      <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 1, whose preconditioner is arbitrary.
+      Those of :func:`scale_by_mars_soap`. Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_,
+      2025, Algorithm 1, whose preconditioner is arbitrary.
     """
     settings = locals()
     return assembly.optimizer(
