@@ -1,6 +1,5 @@
 """From a rule for matrices and one for vectors to an optimizer: partition, decay, learning rate."""
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -20,25 +19,6 @@ Rule = Callable[..., optax.GradientTransformationExtraArgs]
 _TREES: Final = tuple(x for x in State._fields if x not in ("count", "inner_state"))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """A rule for some of the leaves, with their learning rate and decay, numbers or schedules."""
-
-    rule: Any
-    learning_rate: Any
-    weight_decay: Any
-
-    def finish(self, count: jax.Array, params: Any, decays: Any) -> run.Finish:
-        """What follows the rule's directions at the step after `count` ones."""
-
-        def at(value: Any) -> Any:
-            return precision.widen_scalar(value(count) if callable(value) else value)
-
-        if isinstance(self.weight_decay, int | float) and self.weight_decay == 0:
-            decays = jax.tree.map(lambda _: False, decays)
-        return run.Finish(params, -at(self.learning_rate), at(self.weight_decay), decays)
-
-
 def accepted(factory: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those of some settings that a function takes."""
     return {key: settings[key] for key in inspect.signature(factory).parameters if key in settings}
@@ -56,15 +36,9 @@ def optimizer(
 ) -> named.Transformation:
     """Gives matrices and vectors their rule, their decay and their learning rate.
 
-    Args:
-      name: The public name, for errors.
-      matrix_rule: Makes the transformation of the matrices from those of `settings` that it takes.
-      settings: The arguments that the user gave, by the names of the public functions.
-      vector_rule: Makes that of the vectors from `correction`, or None where the matrix rule takes
-        all leaves.
-      state_type: The optimizer's own subclass of it.
-      default: Which leaves are matrices, where `weight_dimension_numbers` is None.
-      implementation: What executes the rules, see :func:`execute.elementwise`.
+    `matrix_rule` makes the transformation of the matrices from those of `settings` that it takes,
+    the arguments that the user gave; `vector_rule` that of the vectors from `correction`. Without,
+    the matrix rule takes all leaves. See :func:`transformation.rule` for the others.
     """
     rates = {key: settings[key] for key in ("weight_decay", "learning_rate")}
     rates |= {f"{key}_1d": settings.get(f"{key}_1d") for key in rates}
@@ -88,22 +62,25 @@ def optimizer(
     # The extra arguments of the rules that are trees of the parameters.
     tree_arguments = (in_shard_map.ARGUMENT, *(("prev_grad", "anchor_grad") if hands_over else ()))
 
-    def groups_for(tree: Any) -> tuple[dict[str, _Group], Any]:
+    def rules_for(tree: Any) -> tuple[dict[str, Any], Any]:
         """The rules for a tree of these shapes, and which leaf has which."""
         axes = partition.resolve_axes(numbers, tree, default)
-        is_matrix = jax.tree.map(lambda a: a.is_matrix or vector_rule is None, axes)
-        labels = jax.tree.map(lambda x: "matrix" if x else "vector", is_matrix)
-        own = numbers
-        if vector_rule is not None:
-            own = jax.tree.map(
-                lambda a: a.dimension_numbers if a.is_matrix else optax.MaskedNode(), axes
-            )
+        if vector_rule is None:
+            rule = make(weight_dimension_numbers=numbers, correction=inner_correction)
+            return {"matrix": rule}, jax.tree.map(lambda a: "matrix", axes)
+        labels = jax.tree.map(lambda a: "matrix" if a.is_matrix else "vector", axes)
+        own = _part(labels, "matrix", jax.tree.map(lambda a: a.dimension_numbers, axes))
         rule = make(weight_dimension_numbers=own, correction=inner_correction)
-        groups = {"matrix": _Group(rule, rates["learning_rate"], rates["weight_decay"])}
-        if vector_rule is not None:
-            rule = vector_rule(correction=inner_correction)
-            groups["vector"] = _Group(rule, rates["learning_rate_1d"], rates["weight_decay_1d"])
-        return groups, labels
+        return {"matrix": rule, "vector": vector_rule(correction=inner_correction)}, labels
+
+    def finish_of(label: str, count: jax.Array, params: Any, decays: Any) -> run.Finish:
+        """What follows the directions of a rule at the step after `count` ones."""
+        suffix = "" if label == "matrix" else "_1d"
+        values = rates[f"learning_rate{suffix}"], rates[f"weight_decay{suffix}"]
+        if isinstance(values[1], int | float) and values[1] == 0:
+            decays = jax.tree.map(lambda _: False, decays)
+        rate, decay = (precision.widen_scalar(x(count) if callable(x) else x) for x in values)
+        return run.Finish(params, -rate, decay, decays)
 
     def decays_of(tree: Any) -> Any:
         """A bool for each leaf, from a mask as :func:`optax.masked` takes it."""
@@ -114,34 +91,22 @@ def optimizer(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         checks.inexact_leaves(params)
-        groups, labels = groups_for(params)
-        states = {
-            label: group.rule.init(_part(labels, label, params)) for label, group in groups.items()
-        }
+        rules, labels = rules_for(params)
+        states = {k: rule.init(_part(labels, k, params)) for k, rule in rules.items()}
         prev_params = trees.copies(params, params) if hands_over else None
         return _joined(state_type, labels, states, prev_params)
 
-    def advance(
-        step: Callable[..., tuple[Any, Any]],
-        updates: Any,
-        state: Any,
-        params: Any,
-        extra_args: dict[str, Any],
-    ) -> tuple[Any, Any]:
+    def advance(step: Any, updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
         """The results of `step` with each rule, its state, and its part of the trees."""
         checks.state_type(state, state_type, name)
-        groups, labels = groups_for(updates)
-        wanted = {
-            field: _whole(
-                labels,
-                [
-                    _part(labels, label, updates)
-                    for label, group in groups.items()
-                    if getattr(group.rule.kept, field, False)
-                ],
-            )
-            for field in _TREES
-        }
+        rules, labels = rules_for(updates)
+        parts = {label: _part(labels, label, updates) for label in rules}
+
+        def wanted_of(field: str) -> Any:
+            keeping = (k for k, rule in rules.items() if getattr(rule.kept, field, False))
+            return _whole(labels, [parts[label] for label in keeping])
+
+        wanted = {field: wanted_of(field) for field in _TREES}
         if hands_over:
             wanted["prev_params"] = updates
         field = "mu" if has_momentum else "prev_params" if hands_over else "prev_grad"
@@ -155,28 +120,18 @@ def optimizer(
         extra_args[in_shard_map.ARGUMENT] = in_shard_map.specs_of(extra_args, updates)
         decays = decays_of(updates)
         results, states = [], {}
-        for label, group in groups.items():
+        for label, rule in rules.items():
             part = functools.partial(_part, labels, label)
             own = {k: part(x) if k in tree_arguments else x for k, x in extra_args.items()}
-            kept = group.rule.kept
-            fields = {
-                field: part(getattr(state, field)) if field in _TREES else getattr(state, field)
-                for field, is_kept in zip(kept._fields, kept, strict=True)
-                if is_kept
-            }
-            finish = group.finish(state.count, part(params), part(decays))
-            result, states[label] = step(
-                group.rule, part(updates), type(kept)(**fields), finish, own
-            )
+            fields = {k: getattr(state, k) for k, is_kept in rule.kept._asdict().items() if is_kept}
+            fields = {k: part(x) if k in _TREES else x for k, x in fields.items()}
+            inner = type(rule.kept)(**fields)
+            finish = finish_of(label, state.count, part(params), part(decays))
+            result, states[label] = step(rule, parts[label], inner, finish, own)
             results.append(result)
         return _whole(labels, results), _joined(state_type, labels, states, prev_params)
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         checks.needs_params(params, name, decay_rates)
         if params is None:
             checks.arrays(updates, "Gradient")
@@ -195,19 +150,14 @@ def optimizer(
         result, new_state = advance(step, wide, state, params, extra_args)
         return trees.narrow(result, like), new_state
 
-    def step_fn(
-        updates: optax.Updates, state: Any, params: optax.Params, extra_args: Any
-    ) -> tuple[optax.Params, optax.OptState]:
+    def step_fn(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
         pays = implementation is None and execute.kernels_pay(jax.tree.leaves(updates))
         if implementation != "pallas" and not pays:
             updates, state = update_fn(updates, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
         checks.gradients(updates, params, "`params`")
 
-        def step(rule: Any, g: Any, state: Any, finish: run.Finish, extra_args: Any) -> Any:
-            return rule.step(g, state, finish, extra_args)
-
-        return advance(step, updates, state, params, {**extra_args})
+        return advance(lambda rule, *args: rule.step(*args), updates, state, params, {**extra_args})
 
     result = named.Transformation(init_fn, update_fn)
     if not hands_over:
@@ -227,25 +177,21 @@ def _part(labels: Any, label: str, tree: Any) -> Any:
 def _whole(labels: Any, parts: Sequence[Any]) -> Any:
     """The tree of which these are parts; None where all are."""
     parts = [part for part in parts if part is not None]
-    if not parts:
-        return None
-    if isinstance(parts[0], AdaptiveGammaState):
+    if parts and isinstance(parts[0], AdaptiveGammaState):
         return AdaptiveGammaState(*(_whole(labels, x) for x in zip(*parts, strict=True)))
+    nothing = optax.MaskedNode()
 
     def own(_: str, *leaves: Any) -> Any:
-        present = (x for x in leaves if not isinstance(x, optax.MaskedNode))
-        return next(present, optax.MaskedNode())
+        return next((x for x in leaves if not isinstance(x, optax.MaskedNode)), nothing)
 
-    return jax.tree.map(own, labels, *parts)
+    return jax.tree.map(own, labels, *parts) if parts else None
 
 
 def _joined(state_type: type, labels: Any, states: Mapping[str, Any], prev_params: Any) -> Any:
     """The state of an optimizer from those of its chains."""
-    rules = list(states.values())
-    fields = {
-        field: _whole(labels, [getattr(rule, field, None) for rule in rules]) for field in _TREES
-    }
+    parts = list(states.values())
+    fields = {k: _whole(labels, [getattr(part, k, None) for part in parts]) for k in _TREES}
     if prev_params is not None:
         fields["prev_params"] = prev_params
-    inner_state = getattr(rules[0], "inner_state", None)
-    return state_type(count=rules[0].count, inner_state=inner_state, **fields)
+    inner_state = getattr(parts[0], "inner_state", None)
+    return state_type(count=parts[0].count, inner_state=inner_state, **fields)

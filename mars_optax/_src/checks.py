@@ -4,6 +4,7 @@ A number is checked only where it is one when the transformation is built: an ar
 `optax.inject_hyperparams` and `jax.vmap` pass them, has no value yet.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -14,30 +15,24 @@ import numpy as np
 
 from mars_optax._src.leaf import quantization
 
+_ARRAYS = jax.Array | np.ndarray | np.generic
+
 
 def _is_number(value: Any) -> bool:
     kinds = int | float | np.integer | np.floating
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _numeric(name: str, value: Any, *, or_schedule: bool = False) -> None:
-    """Raises unless `value` is a number, an array or, where allowed, a schedule."""
-    if _is_number(value) or isinstance(value, jax.Array | np.ndarray | np.generic):
-        return
-    if or_schedule and callable(value):
-        return
-    kinds = "a number, an array or a schedule" if or_schedule else "a number or an array"
-    raise TypeError(f"`{name}`: expected {kinds}, got {value!r}. Pass {kinds}.")
+def number(name: str, value: Any, *, or_schedule: bool = False) -> None:
+    """A number, an array or, where allowed, a schedule, of any value."""
+    is_schedule = or_schedule and callable(value)
+    if not (_is_number(value) or isinstance(value, _ARRAYS) or is_schedule):
+        kinds = "a number, an array or a schedule" if or_schedule else "a number or an array"
+        raise TypeError(f"`{name}`: expected {kinds}, got {value!r}. Pass {kinds}.")
 
 
-def number(name: str, value: Any) -> None:
-    """A number or an array of any value."""
-    _numeric(name, value)
-
-
-def scalar_or_schedule(name: str, value: Any) -> None:
-    """A weight decay, or gamma: any number is allowed."""
-    _numeric(name, value, or_schedule=True)
+# A weight decay, or gamma.
+scalar_or_schedule = functools.partial(number, or_schedule=True)
 
 
 def learning_rate(name: str, value: Any) -> None:
@@ -52,7 +47,7 @@ def learning_rate(name: str, value: Any) -> None:
 
 def decay_rate(name: str, value: Any) -> None:
     """The decay rate of a moving average, in [0, 1)."""
-    _numeric(name, value)
+    number(name, value)
     if _is_number(value) and not 0 <= value < 1:
         raise ValueError(
             f"`{name}`: expected a decay rate in [0, 1), got {value!r}. Pass a number such as 0.95."
@@ -61,7 +56,7 @@ def decay_rate(name: str, value: Any) -> None:
 
 def non_negative(name: str, value: Any) -> None:
     """An epsilon, at least 0."""
-    _numeric(name, value)
+    number(name, value)
     if _is_number(value) and not value >= 0:
         raise ValueError(
             f"`{name}`: expected a number >= 0, got {value!r}. Pass a number such as 1e-8."
@@ -70,9 +65,8 @@ def non_negative(name: str, value: Any) -> None:
 
 def max_norm(value: Any, name: str = "max_norm") -> None:
     """The bound of a clip: positive, or None for no clip."""
-    if value is None:
-        return
-    _numeric(name, value)
+    if value is not None:
+        number(name, value)
     if _is_number(value) and not value > 0:
         raise ValueError(
             f"`{name}`: expected a number > 0 or None, got {value!r}. Pass None to turn the "
@@ -82,7 +76,7 @@ def max_norm(value: Any, name: str = "max_norm") -> None:
 
 def steps(name: str, value: Any) -> None:
     """A number of iterations: an integer >= 0."""
-    _numeric(name, value)
+    number(name, value)
     is_integer = jnp.issubdtype(jnp.result_type(value), jnp.integer) and jnp.ndim(value) == 0
     if not is_integer or (_is_number(value) and value < 0):
         raise ValueError(
@@ -140,13 +134,10 @@ def float_dtype(name: str, value: Any) -> jnp.dtype | None:
     if value is None:
         return None
     advice = "Pass a floating-point dtype, best as a string such as 'bfloat16'."
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        dtype = jnp.dtype(value.dtype)
-    else:
-        try:
-            dtype = jnp.dtype(value)
-        except TypeError as error:
-            raise TypeError(f"`{name}`: expected a dtype, got {value!r}. {advice}") from error
+    try:
+        dtype = jnp.dtype(value.dtype if isinstance(value, _ARRAYS) else value)
+    except TypeError as error:
+        raise TypeError(f"`{name}`: expected a dtype, got {value!r}. {advice}") from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}`: expected a floating-point dtype, got {value!r}. {advice}")
     if np.zeros((), np.float32).astype(dtype).astype(np.float32) != 0:
@@ -191,10 +182,9 @@ def exact_arguments(params: Any, extra_args: Mapping[str, Any]) -> None:
         "Call `update(grads, state, params, grad_fn=grad_fn)` with a function that maps parameters "
         "to gradients of this step's batch."
     )
-    if not callable(extra_args.get("grad_fn")):
-        raise ValueError(
-            f"`grad_fn`: expected a function, got {extra_args.get('grad_fn')!r}. {advice}"
-        )
+    grad_fn = extra_args.get("grad_fn")
+    if not callable(grad_fn):
+        raise ValueError(f"`grad_fn`: expected a function, got {grad_fn!r}. {advice}")
     if params is None:
         raise ValueError(f"`params`: expected the parameters, got None. {advice}")
 
@@ -213,19 +203,9 @@ def anchor(updates: Any, extra_args: Mapping[str, Any]) -> None:
 
 
 def same_shapes(name: str, got: Any, like: Any, where: str, advice: str) -> None:
-    """A tree from the user has the structure and shapes of another.
-
-    Args:
-      name: The argument, for errors.
-      got: The tree.
-      like: The other one.
-      where: What that is, for errors.
-      advice: What to do, for errors.
-    """
+    """A tree from the user has the structure and shapes of `like`, which `where` names."""
     arrays(got, f"`{name}`: leaf")
-    _same_leaves(f"`{name}`", got, like, where, advice)
-    leaves = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(like), strict=True)
-    for (path, leaf), other in leaves:
+    for path, leaf, other in _same_leaves(f"`{name}`", got, like, where, advice):
         if jnp.shape(leaf) != jnp.shape(other):
             raise ValueError(
                 f"`{name}`: expected shape {jnp.shape(other)} for leaf '{path_string(path)}', as "
@@ -272,15 +252,10 @@ _LEAF_ADVICE = (
 def gradients(updates: Any, like: Any, where: str) -> None:
     """Gradients are those of the parameters: what broadcasts or is cast would change the state.
 
-    Args:
-      updates: The gradients.
-      like: A tree that has a leaf of the same shape for each.
-      where: What `like` is, for errors.
+    `like` has a leaf of the same shape for each, and `where` says what it is.
     """
     advice = "Pass gradients of the parameters that the state was made for."
-    _same_leaves("`updates`", updates, like, where, advice)
-    leaves = jax.tree_util.tree_leaves_with_path(updates)
-    for (path, leaf), other in zip(leaves, jax.tree.leaves(like), strict=True):
+    for path, leaf, other in _same_leaves("`updates`", updates, like, where, advice):
         subject = f"Gradient '{path_string(path)}'"
         dtype = _dtype(leaf, "Gradient", path)
         if jnp.shape(leaf) != jnp.shape(other):
@@ -307,20 +282,12 @@ def state_type(state: Any, kind: type, name: str) -> None:
 
 
 def state_fields(
-    state: Any,
-    wanted: Mapping[str, Any],
-    name: str,
-    rows: Sequence[str] = (),
-    free: Sequence[str] = (),
+    state: Any, wanted: Any, name: str, rows: Sequence[str] = (), free: Sequence[str] = ()
 ) -> None:
     """The trees of a state are those that the settings ask for, with a leaf for each gradient.
 
-    Args:
-      state: A state that has these fields.
-      wanted: The fields, with the gradients that have a leaf there, or None where it is not kept.
-      name: The public name, for errors.
-      rows: The fields that have one number for each row of a leaf.
-      free: Those of any structure.
+    `wanted` has for each field the gradients that have a leaf there, or None where it is not kept.
+    Those of `rows` have one number for each row of a leaf, those of `free` any structure.
     """
     for field, updates in wanted.items():
         tree = getattr(state, field)
@@ -332,12 +299,10 @@ def state_fields(
             )
         if field in free:
             continue
-        _same_leaves(f"`state.{field}`", tree, updates, "the gradients", _STATE_ADVICE)
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        for (path, leaf), grad in zip(leaves, jax.tree.leaves(updates), strict=True):
+        args = tree, updates, "the gradients", _STATE_ADVICE
+        for path, leaf, grad in _same_leaves(f"`state.{field}`", *args):
             shape = jnp.shape(grad)
-            if field in rows:
-                shape = quantization.scale_shape(shape)
+            shape = quantization.scale_shape(shape) if field in rows else shape
             if jnp.shape(leaf) != shape:
                 raise ValueError(
                     f"`state.{field}`: expected shape {shape} for leaf '{path_string(path)}', as "
@@ -351,21 +316,27 @@ _STATE_ADVICE = (
 )
 
 
-def _same_leaves(subject: str, got: Any, wanted: Any, where: str, advice: str) -> None:
-    """Two trees have leaves at the same places; metadata in their nodes may differ."""
+def _same_leaves(
+    subject: str, got: Any, wanted: Any, where: str, advice: str
+) -> list[tuple[tuple[Any, ...], Any, Any]]:
+    """Two trees have leaves at the same places; their paths, and the leaves of both.
+
+    Metadata in the nodes may differ.
+    """
+    flat = jax.tree_util.tree_leaves_with_path(got)
     try:
         treedef: Any = jax.tree.structure(wanted)
         if jax.tree_util.all_leaves(treedef.flatten_up_to(got)):
-            return
+            return [(*x, y) for x, y in zip(flat, jax.tree.leaves(wanted), strict=True)]
     except (ValueError, TypeError, KeyError):
         pass
-    mine, others = (
-        [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        for tree in (got, wanted)
-    )
+    mine = [path_string(path) for path, _ in flat]
+    others = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
     missing = [f"no leaf '{path}'" for path in others if path not in mine]
     spare = [f"a further leaf '{path}'" for path in mine if path not in others]
-    if not missing + spare and any(map(_is_of_nnx, (got, wanted))):
+    # Modules and states of Flax NNX, which need not be there.
+    kinds = (*type(got).__mro__, *type(wanted).__mro__)
+    if not missing + spare and any(x.__module__.startswith("flax.nnx") for x in kinds):
         raise ValueError(
             f"{subject}: expected a tree of the structure of {where}, got a `{type(got).__name__}` "
             f"for a `{type(wanted).__name__}`. Use `nnx.Optimizer(model, tx, "
@@ -379,16 +350,9 @@ def _same_leaves(subject: str, got: Any, wanted: Any, where: str, advice: str) -
     )
 
 
-def _is_of_nnx(tree: Any) -> bool:
-    """Whether a tree is a module or a state of Flax NNX, which need not be there."""
-    return any(kind.__module__.startswith("flax.nnx") for kind in type(tree).__mro__)
-
-
 def needs_params(params: Any, name: str, decays: dict[str, Any]) -> None:
     """`update` cannot do without the parameters where some of them decay."""
-    if params is not None:
-        return
-    for argument, value in decays.items():
+    for argument, value in decays.items() if params is None else ():
         if not (_is_number(value) and value == 0):
             raise ValueError(
                 f"`params`: expected the parameters, got None, and `{argument}`={value!r} of "

@@ -54,14 +54,9 @@ class Description:
     def __str__(self) -> str:
         header = ("leaf", "shape", "dtype", "rule", "axes", "state bytes")
         rows = [header, *(_row(leaf) for leaf in self.leaves)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            " ".join(
-                cell.rjust(width) if i == len(header) - 1 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+        *widths, last = (max(map(len, column)) for column in zip(*rows, strict=True))
+        form = " ".join([*(f"{{:{width}}}" for width in widths), f"{{:>{last}}}"])
+        lines = [form.format(*row) for row in rows]
         counts = ", ".join(f"{count} {rule}" for rule, count in self.counts.items())
         total = f"parameters {self.param_bytes} bytes, state {self.state_bytes} bytes"
         return "\n".join([*filter(None, [self.optimizer]), *lines, f"total: {counts}; {total}"])
@@ -81,9 +76,8 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
     Returns:
       A :class:`Description`, whose `str` is a table. A parameter's rule is "matrix", "vector", or
       "frozen" where no transformation of this package sees it under its path (as behind
-      :func:`optax.flatten`). Its axes tell which are the
-      reduction ("in"), output and batch axes; its bytes are those of the parts of the state that
-      belong to it alone.
+      :func:`optax.flatten`). Its axes are the reduction ("in"), output and batch axes; its bytes
+      are those of the parts of the state that belong to it alone.
 
     Raises:
       TypeError: If `tx` contains no transformation of this package that takes parameters.
@@ -106,9 +100,8 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
         state = jax.eval_shape(lambda p: tx.init(p), params)
     if not axes and jax.tree.leaves(params):
         raise TypeError(
-            f"`tx`: expected a transformation of mars_optax, got a `{type(tx).__name__}` "
-            "whose `init` calls none. "
-            "Pass an optimizer of this package, alone or wrapped by Optax."
+            f"`tx`: expected a transformation of mars_optax, got a `{type(tx).__name__}` whose "
+            "`init` calls none. Pass an optimizer of this package, alone or wrapped by Optax."
         )
     flat = jax.tree_util.tree_leaves_with_path(params)
     owned: collections.Counter[tuple[Any, ...]] = collections.Counter()
@@ -117,49 +110,30 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
         size = _nbytes(leaf)
         state_bytes += size
         # A buffer has its parameter's path behind a field of a state, as a hyperparameter may.
-        owners = [
-            p
-            for p, _ in flat
-            if any(
-                path[i : i + len(p)] == p and _is_field(path[i - 1])
-                for i in range(1, len(path) - len(p) + 1)
-            )
-        ]
+        names = [getattr(key, "name", "hyperparams") for key in path]
+        starts = [i for i, name in enumerate(names, 1) if "hyperparams" not in name]
+        owners = [p for p, _ in flat if any(path[i : i + len(p)] == p for i in starts)]
         if owners and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             owned[max(owners, key=len)] += size
-
     leaves = []
     for path, leaf in flat:
-        rule = axes.get(path)
+        rule, text = axes.get(path), checks.path_string(path)
+        kind: Any = "frozen" if rule is None else "matrix" if rule.is_matrix else "vector"
+        numbers = rule.dimension_numbers if rule is not None and rule.is_matrix else None
+        dtype = str(jnp.result_type(leaf))
         leaves.append(
-            LeafDescription(
-                path=checks.path_string(path),
-                shape=tuple(jnp.shape(leaf)),
-                dtype=str(jnp.result_type(leaf)),
-                rule="frozen" if rule is None else "matrix" if rule.is_matrix else "vector",
-                axes=rule.dimension_numbers if rule is not None and rule.is_matrix else None,
-                state_bytes=owned[path],
-            )
+            LeafDescription(text, tuple(jnp.shape(leaf)), dtype, kind, numbers, owned[path])
         )
-    return Description(
-        leaves=tuple(leaves),
-        counts={
-            rule: sum(leaf.rule == rule for leaf in leaves)
-            for rule in ("matrix", "vector", "frozen")
-        },
-        param_bytes=sum(_nbytes(leaf) for _, leaf in flat),
-        state_bytes=state_bytes,
-        optimizer=repr(tx) if isinstance(tx, named.Transformation) else "",
-    )
+    kinds = [leaf.rule for leaf in leaves]
+    counts = {kind: kinds.count(kind) for kind in ("matrix", "vector", "frozen")}
+    param_bytes = sum(_nbytes(leaf) for _, leaf in flat)
+    optimizer = repr(tx) if isinstance(tx, named.Transformation) else ""
+    return Description(tuple(leaves), counts, param_bytes, state_bytes, optimizer)
 
 
 def _row(leaf: LeafDescription) -> tuple[str, ...]:
     axes = partition.axes_of_leaf(leaf.axes, leaf.shape)
     return (leaf.path, str(leaf.shape), leaf.dtype, leaf.rule, str(axes), str(leaf.state_bytes))
-
-
-def _is_field(key: Any) -> bool:
-    return isinstance(key, jax.tree_util.GetAttrKey) and "hyperparams" not in key.name
 
 
 def _nbytes(leaf: Any) -> int:

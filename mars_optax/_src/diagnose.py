@@ -22,10 +22,10 @@ def diagnose(
 ) -> dict[str, jax.Array]:
     r"""Measures what the correction and the clip are about to do with these gradients.
 
-    Called before `update`, with the state that `update` will get. It changes nothing and costs
-    nothing where it is not called; under :func:`jax.jit` together with the step, or on its own
-    every hundredth step. With :math:`k = \gamma \beta_1 / (1-\beta_1)`, the sums running over all
-    leaves that keep a previous gradient:
+    Called before `update`, with the state that `update` will get, it changes nothing; under
+    :func:`jax.jit` together with the step, or on its own every hundredth step. With
+    :math:`k = \gamma \beta_1 / (1-\beta_1)`, the sums running over all leaves that keep a previous
+    gradient:
 
     - ``gradient_norm``: :math:`\lVert g_t \rVert`; over all leaves where none keeps one;
     - ``corrected_norm``: :math:`\lVert c_t \rVert` with :math:`c_t = g_t + k (g_t - g_{t-1})`,
@@ -81,8 +81,7 @@ def diagnose(
     checks.max_norm(max_norm)
     checks.arrays(grads, "Gradient")
     by_path = dict(jax.tree_util.tree_leaves_with_path(grads))
-    zero = jnp.zeros([], jnp.float32)
-    g_g = p_p = g_p = d_d = c_c = clipped = gammas = zero
+    g_g = p_p = g_p = d_d = c_c = clipped = gammas = zero = jnp.zeros([], jnp.float32)
     leaves = matrices = 0
     for node in states.with_previous_gradient(state):
         value: Any = gamma(node.count) if callable(gamma) else gamma
@@ -92,8 +91,7 @@ def diagnose(
         for path, stored in states.previous_gradients(node).items():
             if path not in by_path:
                 continue
-            leaves += 1
-            g, p = _float32(by_path[path]), _float32(stored)
+            leaves, g, p = leaves + 1, _float32(by_path[path]), _float32(stored)
             if rule is not None:
                 value = values[path].astype(jnp.float32)
                 gammas, matrices = gammas + jnp.sum(value), matrices + value.size

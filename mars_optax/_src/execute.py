@@ -12,7 +12,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from mars_optax._src import mesh, types
+from mars_optax._src import mesh
 from mars_optax._src.leaf import clipping
 
 # (operands, factor, scalars) -> outputs, all elementwise; an absent factor is None.
@@ -46,11 +46,9 @@ class _Operands:
 class Leaf(_Operands):
     """What an elementwise function reads and writes of one leaf."""
 
-    # An array of the same rank that is broadcast to the shape, or None. XLA takes any tree.
-    factor: Any
+    factor: Any  # an array that is broadcast to the shape, of its rank, or None; XLA takes any tree
     out_dtypes: tuple[Any, ...]
-    # From an output to the operand whose buffer it may take, which has its dtype.
-    aliases: Mapping[int, int]
+    aliases: Mapping[int, int]  # outputs to operands of their dtypes, whose buffers they may take
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -79,10 +77,8 @@ class Leaf(_Operands):
 class NormLeaf(_Operands):
     """What norms are taken of."""
 
-    # Those of a norm, not negative and in order.
-    axes: tuple[int, ...]
-    # That of the arithmetic, and of the sums.
-    dtype: Any
+    axes: tuple[int, ...]  # those of a norm, not negative and in order
+    dtype: Any  # that of the arithmetic, and of the sums
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -98,10 +94,7 @@ class NormLeaf(_Operands):
 
 
 def elementwise(
-    fn: Elementwise,
-    leaves: Sequence[Leaf],
-    scalars: Sequence[jax.Array],
-    implementation: types.Implementation | None,
+    fn: Elementwise, leaves: Sequence[Leaf], scalars: Sequence[jax.Array], implementation: Any
 ) -> list[tuple[jax.Array, ...]]:
     """The outputs of `fn` on each leaf; all have as many operands and outputs.
 
@@ -110,25 +103,18 @@ def elementwise(
     faster.
     """
     chosen: Sequence[int] = ()
+    message = None
     if implementation == "pallas":
         _require_kernels(leaves)
-        chosen = _kernels().all_but_huge(leaves)
+        chosen, message = _kernels().all_but_huge(leaves), _message
     elif implementation is None and kernels_pay([x for y in leaves for x in y.operands]):
         known = {i: x for i, x in enumerate(leaves) if x.factor is None and not _unknown(x)}
         chosen = _kernels().small_and_many(known)
-    message = _message if implementation == "pallas" else None
-
-    def by_kernels(*args: Any) -> Any:
-        return _kernels().elementwise(*args, is_interpreted(), message)
-
-    return _divided(fn, leaves, scalars, chosen, _by_xla, by_kernels)
+    return _divided("elementwise", fn, leaves, scalars, chosen, _by_xla, message)
 
 
 def squares(
-    fn: Normed,
-    leaves: Sequence[NormLeaf],
-    scalars: Sequence[Any],
-    implementation: types.Implementation | None,
+    fn: Normed, leaves: Sequence[NormLeaf], scalars: Sequence[Any], implementation: Any
 ) -> list[jax.Array]:
     """The squares of the norms of `fn` of each leaf, with the axes of a norm kept at length 1.
 
@@ -144,11 +130,7 @@ def squares(
         chosen = _kernels().whole_blocks(known)
     elif implementation is None and kernels_pay(operands):
         chosen = _kernels().large(known)
-
-    def by_kernels(*args: Any) -> Any:
-        return _kernels().squares(*args, is_interpreted())
-
-    return _divided(fn, leaves, scalars, chosen, _squares_by_xla, by_kernels)
+    return _divided("squares", fn, leaves, scalars, chosen, _squares_by_xla)
 
 
 def kernels_pay(operands: Sequence[Any]) -> bool:
@@ -183,7 +165,7 @@ def _kernels() -> Any:
 
 
 def _divided(
-    fn: Any, leaves: Any, scalars: Any, chosen: Sequence[int], by_xla: Any, by_kernels: Any
+    name: str, fn: Any, leaves: Any, scalars: Any, chosen: Sequence[int], by_xla: Any, *more: Any
 ) -> list[Any]:
     """The results of all leaves: by kernels of the chosen ones, those on one mesh together."""
     others = [i for i in range(len(leaves)) if i not in set(chosen)]
@@ -192,7 +174,8 @@ def _divided(
     for i in chosen:
         groups.setdefault(mesh.explicit(leaves[i].operands[0]), []).append(i)
     for group in groups.values():
-        outputs = by_kernels(fn, [leaves[i] for i in group], scalars, by_xla)
+        launch, mine = getattr(_kernels(), name), [leaves[i] for i in group]
+        outputs = launch(fn, mine, scalars, by_xla, is_interpreted(), *more)
         results.update(zip(group, outputs, strict=True))
     return [results[i] for i in range(len(leaves))]
 

@@ -16,18 +16,16 @@ def fused_step(
 ) -> tuple[optax.Params, optax.OptState]:
     r"""Updates the parameters: `optimizer.update` and :func:`optax.apply_updates` in one call.
 
-    The result is the same, to the rounding of compiled sums. What is gained: in a compiled program
-    for one Hopper GPU, with JAX 0.11, the many leaves of a model whose layers are not stacked share
-    kernels, where XLA launches one for each: small leaves (biases, scales of norms), and the norms
-    of matrices. That is so in :func:`mars` and :func:`mars_lion`; the other two have Newton-Schulz,
-    beside which kernels were measured to cost time. With ``implementation="pallas"`` kernels update
-    every leaf of fewer than 2^31 elements, parameters and state in place. Elsewhere, and for any
-    other optimizer, this is those two calls, which XLA fuses under :func:`jax.jit`.
+    The result is the same, to the rounding of compiled sums. In a compiled program for one Hopper
+    GPU, with JAX 0.11, small leaves (biases, scales of norms) and the norms of matrices share
+    kernels in :func:`mars` and :func:`mars_lion`, where XLA launches one for each; beside
+    Newton-Schulz kernels were measured to cost time. With ``implementation="pallas"`` kernels
+    update every leaf of fewer than 2^31 elements, parameters and state in place. Elsewhere, and for
+    any other optimizer, this is those two calls, which XLA fuses under :func:`jax.jit`.
 
     Args:
       optimizer: Any optimizer. One of this package by itself is fused; a rule alone (`scale_by_*`),
-        or an optimizer inside a chain or another wrapper, is not, nor is one in exact mode whose
-        vectors have a rule of their own.
+        one inside another, or in exact mode one whose vectors have their own rule, is not.
       grads: The gradients.
       state: The optimizer's state.
       params: The parameters.
@@ -62,10 +60,8 @@ def fused_step(
             "`params`: expected the parameters, got None. Call `fused_step(optimizer, grads, "
             "state, params)`: it makes the new ones of them."
         )
-    step = getattr(optimizer, "fused_step", None)
-    if step is not None:
-        result: tuple[optax.Params, optax.OptState] = step(grads, state, params, extra_args)
-        return result
+    if (step := getattr(optimizer, "fused_step", None)) is not None:
+        return step(grads, state, params, extra_args)
     update = optax.with_extra_args_support(optimizer).update
     updates, state = update(grads, state, params, **extra_args)
     return optax.apply_updates(params, updates), state

@@ -5,8 +5,9 @@ argument `param_specs` of `update` does: the partition specs by which the parame
 automatic axes outside, `reshard.by_specs` takes it.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,14 @@ def specs_of(extra_args: Mapping[str, Any], tree: Any) -> Any:
     return specs
 
 
-def sharded(x: Any, spec: Any, dims: Sequence[int], path: tuple[Any, ...], what: str) -> list[Any]:
+def table(tree: Any, specs: Any, *others: Any) -> list[tuple[Any, ...]]:
+    """For each leaf its path, itself, its spec, and those of other trees."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    rows = trees.rows((tree, specs, *others))
+    return [(path, *row) for path, row in zip(paths, rows, strict=True)]
+
+
+def sharded(path: tuple[Any, ...], x: Any, spec: Any, dims: Sequence[int], what: str) -> list[Any]:
     """The mesh axes over which each of `dims` of a leaf is divided, inside a shard_map.
 
     Of the leaf, `x` is what the device has, `spec` is its spec, or None if none was given; `path`
@@ -52,8 +60,7 @@ def sharded(x: Any, spec: Any, dims: Sequence[int], path: tuple[Any, ...], what:
     if len(spec) > jnp.ndim(x):
         raise ValueError(
             f"`{ARGUMENT}`: expected a spec with at most {jnp.ndim(x)} parts for leaf "
-            f"'{checks.path_string(path)}', got {_text(spec)}. Pass that of "
-            "the parameter."
+            f"'{checks.path_string(path)}', got {_text(spec)}. Pass that of the parameter."
         )
     parts = [*spec, *(None,) * (jnp.ndim(x) - len(spec))]
     return [tuple(name for name in mesh.names(parts[dim]) if name in manual) for dim in dims]
@@ -66,34 +73,55 @@ def sums(values: Sequence[jax.Array], names: Sequence[tuple[str, ...]]) -> list[
     keys = [(axes, mesh.varying(x)) for x, axes in zip(values, names, strict=True)]
     for key in dict.fromkeys(key for key in keys if key[0]):
         axes, mine = key[0], [i for i, other in enumerate(keys) if other == key]
-        flat = jnp.concatenate([values[i].reshape(-1) for i in mine])
-        total = jax.lax.psum(flat, axes)  # type: ignore[no-untyped-call]
-        start = 0
-        for i in mine:
-            piece = total[start : start + values[i].size]
+        total = jax.lax.psum(jnp.concatenate([values[i].reshape(-1) for i in mine]), axes)
+        ends = itertools.accumulate(values[i].size for i in mine)
+        for i, end in zip(mine, ends, strict=True):
+            piece = total[end - values[i].size : end]
             results[i] = piece.reshape(values[i].shape).astype(values[i].dtype)
-            start += values[i].size
     return results
 
 
 def sum_parts(values: Sequence[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:
     """Sums over each matrix of a tree, each added over the devices that hold a part of it."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    rows = trees.rows((tree, specs, axes))
     names = [
-        tuple(n for part in sharded(x, s, a.of_one_norm, path, "a norm") for n in part)
-        for path, (x, s, a) in zip(paths, rows, strict=True)
+        tuple(n for part in sharded(path, x, spec, a.of_one_norm, "a norm") for n in part)
+        for path, x, spec, a in table(tree, specs, axes)
     ]
     return sums(values, names)
+
+
+class Layout(NamedTuple):
+    """How the matrices of a leaf are divided over the devices."""
+
+    axes: Any  # the leaf's `Axes`
+    dims: tuple[int, ...]  # those of a matrix
+    names: list[Any]  # the mesh axes that divide each
+    spec: Any  # the leaf's
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """The leaf with whole matrices."""
+        return mesh.gathered(x, self.dims, self.names)
+
+    def part(self, x: jax.Array) -> jax.Array:
+        """What a device has of it."""
+        return mesh.part(x, self.dims, self.names)
+
+
+def layouts(tree: Any, axes: Any, extra_args: Mapping[str, Any], what: str) -> list[Layout]:
+    """The layout of each leaf; inside a shard_map a device may hold parts of matrices."""
+    results = []
+    for path, x, spec, a in table(tree, specs_of(extra_args, tree), axes):
+        dims = a.reduction + a.output
+        results.append(Layout(a, dims, sharded(path, x, spec, dims, what), spec))
+    return results
 
 
 def require_whole(tree: Any, specs: Any, what: str) -> None:
     """Raises inside a shard_map where a leaf is not whole, for what works on whole leaves only."""
     if not mesh.manual_axes():
         return
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    for path, (x, spec) in zip(paths, trees.rows((tree, specs)), strict=True):
-        if any(sharded(x, spec, range(jnp.ndim(x)), path, what)):
+    for path, x, spec in table(tree, specs):
+        if any(sharded(path, x, spec, range(jnp.ndim(x)), what)):
             raise NotImplementedError(
                 f"{what} inside a shard_map: expected whole leaves, got "
                 f"'{checks.path_string(path)}' with {_text(spec)}. Use it outside the "

@@ -1,5 +1,6 @@
 """The links of the chain, for any optimizer: correct the gradients, clip them leaf by leaf."""
 
+import functools
 from typing import Any
 
 import jax
@@ -39,8 +40,8 @@ def correct_gradients(
       c_t = g_t + \gamma_t \frac{\beta_1}{1-\beta_1} (g_t - g_{t-1})
 
     ``optax.chain(correct_gradients(gamma, b1), clip_by_leaf_norm(1.0), optax.scale_by_adam(b1,
-    b2))`` computes what :func:`scale_by_mars` does. The result has the gradients' dtypes;
-    arithmetic is in at least float32.
+    b2))`` computes what :func:`scale_by_mars` does; :func:`optax.contrib.muon` may follow as well.
+    The result has the gradients' dtypes; arithmetic is in at least float32.
 
     Args:
       b1: Decay rate :math:`\beta_1` of the momentum that follows, in [0, 1). 0 turns the
@@ -54,21 +55,8 @@ def correct_gradients(
       A transformation with state :class:`CorrectGradientsState`.
 
     Examples:
-      The correction in front of Muon:
-
       >>> import jax.numpy as jnp
       >>> import mars_optax
-      >>> import optax
-      >>> tx = optax.chain(
-      ...     mars_optax.correct_gradients(),
-      ...     mars_optax.clip_by_leaf_norm(1.0),
-      ...     optax.contrib.muon(learning_rate=0.02),
-      ... )
-      >>> params = {"kernel": jnp.eye(3), "bias": jnp.ones(3)}
-      >>> updates, state = tx.update(params, tx.init(params), params)
-
-      On its own:
-
       >>> tx = mars_optax.correct_gradients(gamma=0.1, b1=0.9)  # a coefficient of 0.9
       >>> state = tx.init(jnp.zeros(2))
       >>> for grads in (jnp.array([1.0, 2.0]), jnp.array([2.0, 2.0])):
@@ -99,9 +87,8 @@ def clip_by_leaf_norm(
       \tilde c = c \min(1, \mathrm{max\_norm} / \lVert c \rVert_2)
 
     Unlike :func:`optax.clip_by_global_norm` no leaf influences another: neither a frozen one nor
-    one that is not finite. The finite entries of a leaf whose norm overflows become 0; a NaN
-    stays where it is. It has
-    no state: the first step is like any other. Norms are taken in at least float32.
+    one that is not finite. The finite entries of a leaf whose norm overflows become 0; a NaN stays
+    where it is. The first step is like any other. Norms are taken in at least float32.
 
     Args:
       max_norm: Bound > 0; None turns the clipping off.
@@ -128,35 +115,22 @@ def clip_by_leaf_norm(
     """
     checks.max_norm(max_norm)
     partition.check_spec(weight_dimension_numbers)
-
-    def axes_of(tree: Any) -> Any:
-        return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_from_rank_2)
+    default, numbers = partition.matrix_from_rank_2, weight_dimension_numbers
+    axes_of = functools.partial(partition.resolve_axes, numbers, default=default)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         checks.inexact_leaves(params)
         partition.record_axes(axes_of(params))
         return optax.EmptyState()
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         checks.inexact_leaves(updates, "Gradient")
         if max_norm is None:
             return updates, state
-        clipped, _ = run.run_step(
-            transformation.identity_step,
-            updates,
-            Estimate(None, 0.0),
-            (),
-            max_norm=max_norm,
-            axes=axes_of(updates),
-            implementation="xla",
-            specs=in_shard_map.specs_of(extra_args, updates),
-        )
+        step, nothing = transformation.identity_step, Estimate(None, 0.0)
+        how = {"max_norm": max_norm, "axes": axes_of(updates), "implementation": "xla"}
+        specs = in_shard_map.specs_of(extra_args, updates)
+        clipped, _ = run.run_step(step, updates, nothing, (), **how, specs=specs)
         return trees.narrow(clipped, updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

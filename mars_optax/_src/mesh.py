@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-spec: Any = PartitionSpec  # untyped in JAX
+spec = PartitionSpec
 _Function = Callable[..., Any]
 
 
@@ -71,8 +71,7 @@ def names(part: Any) -> tuple[str, ...]:
 def reshard(x: jax.Array, to: Any) -> jax.Array:
     """An array on an explicit mesh, with another partition spec."""
     sharding = NamedSharding(explicit(x), to)
-    result: jax.Array = jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call]
-    return result
+    return jax.sharding.reshard(x, sharding)
 
 
 def whole(x: jax.Array) -> jax.Array:
@@ -122,5 +121,4 @@ def opaque(fn: _Function, xla: _Function) -> _Function:
     def _jvp(primals: Any, tangents: Any) -> Any:
         return jax.jvp(xla, primals, tangents)
 
-    result: _Function = run
-    return result
+    return run

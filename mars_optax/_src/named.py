@@ -17,21 +17,16 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
     By contract it is a tuple of two functions: all else are attributes. They are None in one that
     lacks them, or was made anew of another's `init` and `update`.
-
-    Attributes:
-      step: Of a rule, ``(updates, state, finish, extra_args) -> (new parameters, new state)``, with
-        what follows the directions as `finish`.
-      kept: Of a rule, its state with True in the place of each field that the settings keep.
-      estimator: Of a rule, its :class:`Estimator`.
-      fused_step: Of an optimizer, ``(updates, state, params, extra_args) -> (new parameters, new
-        state)``.
-      made_by: The name of the public function that made it, and the arguments that it was given.
     """
 
+    # Of a rule: (updates, state, finish, extra_args) -> (new parameters, new state), with what
+    # follows the directions as `finish`; its state with True for each field that the settings keep.
     step: Callable[..., tuple[Any, Any]] | None = None
     kept: Any = None
     estimator: Any = None
+    # Of an optimizer: (updates, state, params, extra_args) -> (new parameters, new state).
     fused_step: Callable[..., tuple[Any, Any]] | None = None
+    # The name of the public function that made it, and the arguments that it was given.
     made_by: tuple[str, dict[str, Any]] | None = None
 
     def __repr__(self) -> str:
@@ -53,12 +48,9 @@ def named(factory: Factory) -> Factory:
         result = factory(*args, **kwargs)
         if not isinstance(result, Transformation):
             result = Transformation(*result)
-        given = signature.bind(*args, **kwargs).arguments
-        defaults = {key: signature.parameters[key].default for key in given}
-        result.made_by = (
-            factory.__name__,
-            {key: value for key, value in given.items() if not _is_plainly(value, defaults[key])},
-        )
+        given, known = signature.bind(*args, **kwargs).arguments, signature.parameters
+        own = {k: x for k, x in given.items() if not _is_plainly(x, known[k].default)}
+        result.made_by = factory.__name__, own
         return result
 
     if factory.__doc__ is not None:  # as under -OO

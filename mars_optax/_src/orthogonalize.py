@@ -9,31 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mars_optax._src import checks, in_shard_map, mesh, partition, reshard, stacks, trees, types
+from mars_optax._src import checks, in_shard_map, mesh, partition, reshard, stacks, types
 from mars_optax._src.leaf import newton_schulz, precision
 
 
 @dataclasses.dataclass(frozen=True)
 class Orthogonalization:
-    """The options of the iteration, checked and ready for a stack of matrices.
-
-    Attributes:
-      steps: Number of iterations.
-      coeffs: A preset's name, a triple, or one per step; a table of triples once built.
-      dtype: That of the iteration; as a string, an array that has it, or a dtype.
-      precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
-      eps: Added to the Frobenius norm.
-      fn: The user's function in its place, or None.
-      prefix: What the options' names begin with where the user gave them, for errors.
-    """
+    """The options of :func:`orthogonalize`, checked and ready for a stack of matrices."""
 
     steps: Any = 5
-    coeffs: Any = "quintic"
+    coeffs: Any = "quintic"  # once built, a table of triples
     dtype: Any = "bfloat16"
     precision: types.Precision = None
     eps: Any = 1e-7
-    fn: types.NewtonSchulzFn | None = None
-    prefix: str = "ns_"
+    fn: types.NewtonSchulzFn | None = None  # the user's function in its place
+    prefix: str = "ns_"  # what the options' names begin with where the user gave them, for errors
 
     def __post_init__(self) -> None:
         checks.steps(f"{self.prefix}steps", self.steps)
@@ -58,16 +48,14 @@ class Orthogonalization:
         constants = [jnp.asarray(self.coeffs)] + ([] if is_known else [jnp.asarray(self.steps)])
 
         def fn(stack: jax.Array, coeffs: jax.Array, steps: Any = self.steps) -> jax.Array:
-            return newton_schulz.iterated(
-                stack, coeffs, steps=steps, matmul_precision=self.precision
-            )
+            return newton_schulz.iterated(stack, coeffs, steps, self.precision)
 
-        normalized = [self._normalized(x, a) for x, a in zip(leaves, axes, strict=True)]
+        normalized = [
+            newton_schulz.normalized(x, a.of_one_norm, eps=self.eps, dtype=self.dtype)
+            for x, a in zip(leaves, axes, strict=True)
+        ]
         iterates = stacks.map_stacks(fn, normalized, axes, constants)
         return [y.astype(x.dtype) for x, y in zip(leaves, iterates, strict=True)]
-
-    def _normalized(self, x: jax.Array, axes: partition.Axes) -> jax.Array:
-        return newton_schulz.normalized(x, axes.of_one_norm, eps=self.eps, dtype=self.dtype)
 
     @staticmethod
     def _by_user(fn: types.NewtonSchulzFn, x: jax.Array, axes: partition.Axes) -> jax.Array:
@@ -86,41 +74,28 @@ def transformation(
 ) -> optax.GradientTransformationExtraArgs:
     """The directions of matrices from their momenta: orthogonalized, then scaled by their shapes.
 
-    Args:
-      orthogonalization: The iteration.
-      factor: The scale, from the sizes (in, out) of a matrix.
-      weight_dimension_numbers: The axes of the matrices.
-      divisor: What the momenta are divided by before, if anything.
+    `factor` makes the scale of the sizes (in, out) of a matrix. The momenta are divided by
+    `divisor` before, if there is one.
     """
 
-    def divided(momentum: jax.Array) -> jax.Array:
-        if divisor is not None:
-            momentum /= precision.widen_scalar(divisor, precision.compute_dtype(momentum))
-        return momentum
+    def divided(x: jax.Array) -> jax.Array:
+        if divisor is None:
+            return x
+        return x / precision.widen_scalar(divisor, precision.compute_dtype(x))
 
-    def update_fn(
-        momenta: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params
+    def update_fn(momenta: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         axes = partition.resolve_axes(weight_dimension_numbers, momenta, partition.matrix_at_rank_2)
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(momenta)]
-        rows = trees.rows((momenta, axes, in_shard_map.specs_of(extra_args, momenta)))
-        all_axes = [a for _, a, _ in rows]
-        dims = [a.reduction + a.output for a in all_axes]
-        # Inside a shard_map a device may hold a part of a matrix, and its shape is not that.
-        names = [
-            in_shard_map.sharded(x, spec, d, path, "the orthogonalization of a matrix")
-            for path, d, (x, _, spec) in zip(paths, dims, rows, strict=True)
+        what = "the orthogonalization of a matrix"
+        layouts = in_shard_map.layouts(momenta, axes, extra_args, what)
+        leaves, treedef = jax.tree.flatten(momenta)
+        whole = [divided(layout.whole(x)) for layout, x in zip(layouts, leaves, strict=True)]
+        run = reshard.by_specs(orthogonalization, [layout.spec for layout in layouts])
+        results = run(whole, [layout.axes for layout in layouts])
+        directions = [
+            layout.part(y * factor(*layout.axes.fans(y.shape)))
+            for layout, y in zip(layouts, results, strict=True)
         ]
-        whole = [mesh.gathered(x, d, n) for (x, _, _), d, n in zip(rows, dims, names, strict=True)]
-        run = reshard.by_specs(orthogonalization, [spec for _, _, spec in rows])
-        results = run([divided(x) for x in whole], all_axes)
-        scaled = [y * factor(*a.fans(y.shape)) for y, a in zip(results, all_axes, strict=True)]
-        parts = [mesh.part(y, d, n) for y, d, n in zip(scaled, dims, names, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(momenta), parts), state
+        return jax.tree.unflatten(treedef, directions), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 
@@ -147,10 +122,8 @@ def orthogonalize(
     near 0: this approximates the factor :math:`U V^H` of the singular value decomposition without
     converging to it. A matrix of zeros gives zeros, and so does one whose norm overflows, from
     1.8e19 on in float32; one whose norm is not far above :math:`\varepsilon` comes out smaller. A
-    NaN stays in its own matrix.
-
-    The Frobenius norm is taken in at least float32 before the cast to `dtype`; the reference's
-    ``mars_m.py`` takes that of the cast matrix, and one norm for a whole stack.
+    NaN stays in its own matrix. The norm is taken in at least float32 before the cast to `dtype`;
+    the reference's ``mars_m.py`` takes that of the cast matrix, and one for a whole stack.
 
     Args:
       x: A real or complex matrix (in, out) of rank 2, or an array of any rank with

@@ -18,17 +18,11 @@ from mars_optax._src import checks, types
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The role of each axis of one leaf. A leaf without reduction axes is a vector.
+    """The role of each axis of one leaf. A leaf without reduction axes is a vector."""
 
-    Attributes:
-      reduction: Axes that a kernel contracts with its input, non-negative.
-      output: Axes of its result.
-      batch: All others: their slices are matrices of their own.
-    """
-
-    reduction: tuple[int, ...]
-    output: tuple[int, ...]
-    batch: tuple[int, ...]
+    reduction: tuple[int, ...]  # axes that a kernel contracts with its input, non-negative
+    output: tuple[int, ...]  # those of its result
+    batch: tuple[int, ...]  # all others: their slices are matrices of their own
 
     @property
     def is_matrix(self) -> bool:
@@ -42,16 +36,13 @@ class Axes:
     @property
     def dimension_numbers(self) -> MuonDimensionNumbers:
         """The axes of a matrix in Optax's form."""
-        return MuonDimensionNumbers(
-            *(axes[0] if len(axes) == 1 else axes for axes in (self.reduction, self.output))
-        )
+        axes = self.reduction, self.output
+        return MuonDimensionNumbers(*(its[0] if len(its) == 1 else its for its in axes))
 
     def fans(self, shape: Sequence[int]) -> tuple[int, int]:
         """The sizes (in, out) of each matrix of a leaf of this shape."""
-        return (
-            math.prod(shape[i] for i in self.reduction),
-            math.prod(shape[i] for i in self.output),
-        )
+        fan_in, fan_out = (math.prod(shape[i] for i in x) for x in (self.reduction, self.output))
+        return fan_in, fan_out
 
     def stack_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """The shape (batch, in, out) of the stack of the matrices of a leaf of this shape."""
@@ -94,24 +85,20 @@ def matrix_at_rank_2(ndim: int) -> Axes:
 
 def no_matrices(params: Any) -> None:
     """`weight_dimension_numbers` of a tree all of whose leaves are vectors."""
-    del params
 
 
 DefaultRule = Callable[[int], Axes]
 
 
 def resolve_axes(spec: types.WeightDimensionNumbers, params: Any, default: DefaultRule) -> Any:
-    """The axes of every leaf, as a tree with the structure of `params`.
+    """The axes of every leaf, as a tree with the structure of `params`, of which shapes matter.
 
-    Args:
-      spec: `weight_dimension_numbers` as the user gave it.
-      params: The parameters, or anything of their structure and shapes.
-      default: The rule for a leaf by its rank, where `spec` is None.
+    `spec` is `weight_dimension_numbers` as the user gave it; where that is None, `default` is the
+    rule for a leaf by its rank.
     """
     if spec is None:
         return jax.tree.map(lambda leaf: default(jnp.ndim(leaf)), params)
-    # `optax.tree.map_params` calls `init` with a placeholder in place of the tree; it has no
-    # leaves.
+    # `optax.tree.map_params` calls `init` with a placeholder, which has no leaves.
     if not jax.tree.leaves(params):
         return params
     if checks.is_tree_function(spec, params):
@@ -119,15 +106,12 @@ def resolve_axes(spec: types.WeightDimensionNumbers, params: Any, default: Defau
 
     def of_subtree(path: tuple[Any, ...], spec: Any, subtree: Any) -> Any:
         def of_leaf(rest: tuple[Any, ...], leaf: Any) -> Axes:
-            return axes_of_leaf(spec, jnp.shape(leaf), path + rest, is_named=not rest)
+            # At the root a spec names no leaf, even where the parameters are a single array.
+            is_named = bool(path) and not rest
+            return axes_of_leaf(spec, jnp.shape(leaf), path + rest, is_named=is_named)
 
         return jax.tree_util.tree_map_with_path(of_leaf, subtree)
 
-    if isinstance(spec, MuonDimensionNumbers) or spec is None:
-        # At the root it names no leaf, even where the parameters are a single array.
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: axes_of_leaf(spec, jnp.shape(leaf), path, is_named=False), params
-        )
     try:
         jax.tree.map(lambda *_: None, spec, params, is_leaf=_is_spec)
     except (ValueError, TypeError, KeyError) as error:
@@ -189,17 +173,14 @@ def axes_of_leaf(
 def _normalized(axes: Any, ndim: int, where: str) -> tuple[int, ...]:
     """Axes as a tuple of distinct non-negative ints."""
     sequence = axes if isinstance(axes, Sequence) else (axes,)
-    fits = all(_is_index(i) and -ndim <= i < ndim for i in sequence)
+    are_numbers = all(isinstance(i, int | np.integer) and type(i) is not bool for i in sequence)
+    fits = are_numbers and all(-ndim <= i < ndim for i in sequence)
     if not fits or not sequence or len({i % ndim for i in sequence}) != len(sequence):
         raise ValueError(
             f"{where}: expected one axis or several distinct ones, each in [{-ndim}, {ndim}), got "
             f"{axes!r}. Name axes that the leaf has."
         )
     return tuple(int(i) % ndim for i in sequence)
-
-
-def _is_index(i: Any) -> bool:
-    return isinstance(i, int | np.integer) and not isinstance(i, bool)
 
 
 def _first_difference(spec: Any, params: Any) -> str:
@@ -240,10 +221,9 @@ def recorded_axes() -> Iterator[dict[tuple[Any, ...], Axes]]:
     The axes are static: they cannot be part of a state, and a wrapper such as `optax.chain` hides
     the transformation that knows them, but not its `init`.
     """
-    token = _records.set({})
+    records: dict[tuple[Any, ...], Axes] = {}
+    token = _records.set(records)
     try:
-        records = _records.get()
-        assert records is not None
         yield records
     finally:
         _records.reset(token)
@@ -282,8 +262,6 @@ def dimension_numbers_by_path(
         called, if a rule's expression finds no leaf at all.
 
     Examples:
-      A stack of three layers, an embedding that is to be treated as a vector, and biases:
-
       >>> import jax.numpy as jnp
       >>> import mars_optax
       >>> from optax.contrib import MuonDimensionNumbers
@@ -295,13 +273,8 @@ def dimension_numbers_by_path(
       ...     [("embed", None), ("blocks/kernel", MuonDimensionNumbers(1, 2)), ("bias$", None)]
       ... )
       >>> tx = mars_optax.mars_m(1e-2, weight_dimension_numbers=rules)
-      >>> print(mars_optax.describe(params, tx))  # doctest: +ELLIPSIS
-      mars_m(learning_rate=0.01, weight_dimension_numbers=...)
-      leaf           shape     dtype    rule    axes                state bytes
-      blocks/bias    (3, 8)    float32  vector  -                           192
-      blocks/kernel  (3, 8, 8) float32  matrix  in=1 out=2 batch=0         1536
-      embed          (100, 8)  float32  vector  -                          6400
-      total: 1 matrix, 2 vector, 0 frozen; parameters 4064 bytes, state 8132 bytes
+      >>> print([(leaf.path, leaf.rule) for leaf in mars_optax.describe(params, tx).leaves])
+      [('blocks/bias', 'vector'), ('blocks/kernel', 'matrix'), ('embed', 'vector')]
     """
     if default not in _DEFAULTS:
         raise ValueError(
@@ -339,14 +312,11 @@ def dimension_numbers_by_path(
                     f"matches none of {paths}. Correct it, or leave it out."
                 )
 
-        def of_leaf(path: str, leaf: Any) -> MuonDimensionNumbers | None:
-            for pattern, spec in compiled:
-                if pattern.search(path):
-                    return spec
+        specs = []
+        for path, (_, leaf) in zip(paths, flat, strict=True):
             axes = _DEFAULTS[default](jnp.ndim(leaf))
-            return axes.dimension_numbers if axes.is_matrix else None
-
-        specs = [of_leaf(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
+            other = axes.dimension_numbers if axes.is_matrix else None
+            specs.append(next((spec for rule, spec in compiled if rule.search(path)), other))
         return jax.tree.unflatten(treedef, specs)
 
     return dimension_numbers

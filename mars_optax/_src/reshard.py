@@ -99,16 +99,14 @@ def by_partitioner(
         for i, x in enumerate(arg_shapes[:count]):
             place = _path(x.sharding.spec, ())[0]
             # The compiler moves what does not come out even.
-            is_even = all(
-                n % _devices(on.shape, p) == 0 for n, p in zip(x.shape, place, strict=True)
-            )
-            place = place if is_even else ((), (), ())
+            rests = (n % _devices(on.shape, p) for n, p in zip(x.shape, place, strict=True))
+            place = ((), (), ()) if any(rests) else place
             places.append(NamedSharding(on, _spec(place)))
             groups.setdefault((place, i if place[0] else None), []).append(i)
-        paths = {
-            key: _path(key[0], _shared(on.shape, key[0], [arg_shapes[i].shape for i in group]))
-            for key, group in groups.items()
-        }
+        paths = {}
+        for (place, i), group in groups.items():
+            names = _shared(on.shape, place, [arg_shapes[k].shape for k in group])
+            paths[place, i] = _path(place, names)
 
         def local(*args: jax.Array) -> tuple[jax.Array, ...]:
             results = list(args[:count])
@@ -118,9 +116,8 @@ def by_partitioner(
                 # Where matrices do not come out even, some are sent twice. XLA for CPUs fails on an
                 # all-to-all of what has several layouts: behind the barrier it has one.
                 missing = -stack.shape[0] % _devices(on.shape, path[-1][0][len(path[0][0]) :])
-                barrier: Any = jax.lax.optimization_barrier  # untyped in JAX
-                total = stack.shape[0] + missing
-                stack = barrier(jnp.resize(stack, (total, *stack.shape[1:])))
+                resized = jnp.resize(stack, (stack.shape[0] + missing, *stack.shape[1:]))
+                stack = jax.lax.optimization_barrier(resized)
                 for before, after in itertools.pairwise(path):
                     stack = _moved(stack, before, after)
                 stack = fn(stack, *args[count:])
@@ -134,16 +131,11 @@ def by_partitioner(
         return on, local, tuple(places), (*places, *(everywhere,) * others)
 
     factors = [f"slice{i} short{i} long{i}" for i in range(count)]
-    replicated = [
-        " ".join(f"constant{i}axis{axis}" for axis in range(x.ndim))
-        for i, x in enumerate(constants)
-    ]
-    call: Any = custom_partitioning(whole)  # type: ignore[no-untyped-call]
-    call.def_partition(
-        partition=partition,
-        infer_sharding_from_operands=infer,
-        sharding_rule=f"{', '.join([*factors, *replicated])} -> {', '.join(factors)}",
-    )
+    axes = [[f"constant{i}axis{axis}" for axis in range(x.ndim)] for i, x in enumerate(constants)]
+    replicated = map(" ".join, axes)
+    rule = f"{', '.join([*factors, *replicated])} -> {', '.join(factors)}"
+    call: Any = custom_partitioning(whole)
+    call.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
 
     def bound(*args: jax.Array) -> tuple[jax.Array, ...]:
         programs = {"whole": jax.make_jaxpr(whole)(*args), "call": jax.make_jaxpr(call)(*args)}
@@ -158,10 +150,11 @@ def by_partitioner(
 _stacks_p: Final[Any] = Primitive("mars_optax_stacks")
 _stacks_p.multiple_results = True
 _stacks_p.def_impl(lambda *args, whole, call: jaxpr_as_fun(call)(*args))
-
-
-def _abstract(*avals: Any, whole: Any, call: Any) -> list[Any]:
-    return [x.update(dtype=y.dtype) for x, y in zip(avals, call.out_avals, strict=False)]
+_stacks_p.def_abstract_eval(
+    lambda *avals, whole, call: [
+        x.update(dtype=y.dtype) for x, y in zip(avals, call.out_avals, strict=False)
+    ]
+)
 
 
 def _lower(ctx: Any, *args: Any, whole: Any, call: Any) -> Any:
@@ -171,7 +164,6 @@ def _lower(ctx: Any, *args: Any, whole: Any, call: Any) -> Any:
     return lowered(ctx, *args)
 
 
-_stacks_p.def_abstract_eval(_abstract)
 mlir.register_lowering(_stacks_p, _lower)
 
 
@@ -214,20 +206,16 @@ def _path(spec: Any, names: Sequence[str]) -> list[_Place]:
     """
     path = [tuple(mesh.names(part) for part in (*spec, None, None, None)[:3])]
 
-    def step(*after: tuple[str, ...]) -> None:
-        if after != path[-1]:
-            path.append(after)
-
     for axis in (1, 2):
         stack, *sides = path[-1]
         moved = tuple(itertools.takewhile(lambda name: name in names, sides[axis - 1]))
         sides[axis - 1] = moved
-        step(stack, *sides)
+        path.append((stack, *sides))
         sides[axis - 1] = ()
-        step((*stack, *moved), *sides)
+        path.append(((*stack, *moved), *sides))
     stack = path[-1][0]
-    step((*stack, *(name for name in names if name not in stack)), (), ())
-    return path
+    path.append(((*stack, *(name for name in names if name not in stack)), (), ()))
+    return [place for place, _ in itertools.groupby(path)]
 
 
 def _moved(x: jax.Array, before: _Place, after: _Place) -> jax.Array:
@@ -237,9 +225,7 @@ def _moved(x: jax.Array, before: _Place, after: _Place) -> jax.Array:
         # Mesh axes go from a side to the stack, or back.
         source, target = changed if len(before[0]) > len(after[0]) else reversed(changed)
         names = before[source][len(after[source]) :]
-        swap: Any = jax.lax.all_to_all  # untyped in JAX
-        exchanged: jax.Array = swap(x, names, split_axis=target, concat_axis=source, tiled=True)
-        return exchanged
+        return jax.lax.all_to_all(x, names, split_axis=target, concat_axis=source, tiled=True)
     (axis,) = changed
     kept = min(len(before[axis]), len(after[axis]))
     x = mesh.gathered(x, [axis], [before[axis][kept:]])

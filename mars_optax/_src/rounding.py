@@ -15,7 +15,7 @@ def _round_stochastically(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array
     nearest = x.astype(dtype)
     rest = x - nearest.astype(x.dtype)
     # Not infinity: some 8-bit floats have none.
-    largest = jnp.finfo(dtype).max  # type: ignore[no-untyped-call]
+    largest = jnp.finfo(dtype).max
     towards = jnp.where(rest < 0, -largest, largest).astype(dtype)
     other = jnp.nextafter(nearest, towards)
     step = jnp.abs(other.astype(x.dtype) - nearest.astype(x.dtype))
@@ -32,16 +32,10 @@ def stochastic_apply_updates(
     In bfloat16 an update below 0.2 to 0.4 % of its parameter is rounded away, step after step, and
     late in training nearly all are. Here the sum, taken in at least float32, goes to one of its two
     neighbours in the parameter's dtype with odds that make the rounding right on average,
-
-    .. math::
-
-      E[\mathrm{round}(x)] = x,
-
-    so that small updates add up. Where the sum has the parameter's dtype, as for float32
-    parameters and updates, and for complex ones, it is that of :func:`optax.apply_updates`. It is
-    for parameters that are kept in low precision, without a copy in float32. The moments need it
-    less: with b1 = 0.95 their averages move by 5 %, and second moments are in float32 unless told
-    otherwise.
+    :math:`E[\mathrm{round}(x)] = x`, so that small updates add up. Where the sum has the
+    parameter's dtype, and for complex ones, it is that of :func:`optax.apply_updates`. It is for
+    parameters that are kept in low precision without a copy in float32. The moments need it less:
+    with b1 = 0.95 their averages move by 5 %, and second moments are in float32 by default.
 
     Args:
       params: Parameters.
@@ -75,8 +69,7 @@ def stochastic_apply_updates(
     """
     advice = "Pass what `update` returned for these parameters."
     checks.same_shapes("updates", updates, params, "`params`", advice)
-    leaves = len(jax.tree.leaves(params))
-    keys = jax.tree.unflatten(jax.tree.structure(params), list(jax.random.split(key, leaves)))
+    keys = optax.tree.split_key_like(key, params)
 
     def on_leaf(param: Any, update: Any, leaf_key: jax.Array) -> tuple[jax.Array]:
         dtype = jnp.result_type(param)

@@ -1,5 +1,6 @@
 """Row normalization: evens out the root mean squares of a matrix's rows, as NorMuon does."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -35,17 +36,12 @@ def normalize_rows(
     A row is what belongs to one neuron: one entry of the output axes, so a column of a kernel
     (in, out) and a row of a PyTorch weight (out, in). The norm makes a bias correction of
     :math:`v_t` superfluous: after the first step all rows have one root mean square. Rows and
-    matrices of zeros stay zero, and a NaN stays in its matrix.
+    matrices of zeros stay zero, and a NaN stays in its matrix. Storage is in `nu_dtype`; None is
+    the parameter's own, but at least float32.
 
     Differences: NorMuon's Algorithm 1 scales the matrix to a root mean square of 0.2, its code to
     the norm before, as here, with an epsilon of 1e-10. With exactly orthogonal matrices and
     MARS-M's factor both are the same.
-
-    Args:
-      b2: Decay rate :math:`\beta_2` of the mean squares, in [0, 1).
-      eps: :math:`\varepsilon` >= 0.
-      nu_dtype: Storage dtype of :math:`v`; None for the parameter's own, but at least float32.
-      weight_dimension_numbers: Axes of the matrices, as in :func:`scale_by_mars_m`.
 
     References:
       Li et al., `NorMuon <https://arxiv.org/abs/2510.05491>`_, 2025, Algorithm 1. Code:
@@ -55,9 +51,8 @@ def normalize_rows(
     checks.non_negative("eps", eps)
     nu_dtype = checks.recursive_dtype("nu_dtype", nu_dtype)
     partition.check_spec(weight_dimension_numbers)
-
-    def axes_of(tree: Any) -> Any:
-        return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_at_rank_2)
+    default, numbers = partition.matrix_at_rank_2, weight_dimension_numbers
+    axes_of = functools.partial(partition.resolve_axes, numbers, default=default)
 
     def init_fn(params: optax.Params) -> NormalizeRowsState:
         axes = axes_of(params)
@@ -68,27 +63,19 @@ def normalize_rows(
             jax.tree.map(lambda x, a: jnp.sum(x, a.reduction, keepdims=True), zeros, axes)
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: NormalizeRowsState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, NormalizeRowsState]:
-        del params
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         checks.state_type(state, NormalizeRowsState, "normalize_rows")
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
         specs = in_shard_map.specs_of(extra_args, updates)
-        table = trees.rows((updates, state.nu, axes_of(updates), specs))
-        results = [on_leaf(path, *row) for path, row in zip(paths, table, strict=True)]
-        direction, nu = trees.unzip(results, (updates, state.nu))
+        table = in_shard_map.table(updates, specs, state.nu, axes_of(updates))
+        direction, nu = trees.unzip([on_leaf(*row) for row in table], (updates, state.nu))
         return direction, NormalizeRowsState(nu)
 
     def on_leaf(
-        path: tuple[Any, ...], x: jax.Array, nu: jax.Array, axes: partition.Axes, spec: Any
+        path: tuple[Any, ...], x: jax.Array, spec: Any, nu: jax.Array, axes: partition.Axes
     ) -> tuple[jax.Array, jax.Array]:
         # The mesh axes inside a shard_map that divide each row, and those that divide the rows.
         within, across = (
-            tuple(n for part in in_shard_map.sharded(x, spec, dims, path, "a row") for n in part)
+            tuple(n for part in in_shard_map.sharded(path, x, spec, dims, "a row") for n in part)
             for dims in (axes.reduction, axes.output)
         )
         dtype = precision.compute_dtype(x, nu)
@@ -109,7 +96,7 @@ def normalize_rows(
 
 def _over_devices(x: Any, names: tuple[str, ...]) -> Any:
     """The sum over mesh axes inside a shard_map."""
-    return jax.lax.psum(x, names) if names else x  # type: ignore[no-untyped-call]
+    return jax.lax.psum(x, names) if names else x
 
 
 def _nonzero(x: jax.Array) -> jax.Array:

@@ -18,19 +18,12 @@ Step = Callable[..., tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
-    """What makes new parameters of directions: decay, learning rate, and adding the update.
-
-    Attributes:
-      params: The parameters.
-      scale: Minus the learning rate.
-      decay: The weight decay.
-      decays: A tree of bools, which parameters decay.
-    """
+    """What makes new parameters of directions: decay, learning rate, and adding the update."""
 
     params: Any
-    scale: Any
+    scale: Any  # minus the learning rate
     decay: Any
-    decays: Any
+    decays: Any  # a tree of bools, which parameters decay
 
     def updates(self, directions: Any) -> Any:
         """The updates, in at least float32."""
@@ -40,8 +33,8 @@ class Finish:
             scale, decay = (precision.widen_scalar(x, dtype) for x in (self.scale, self.decay))
             return (updated(u, p, scale, decay if decays else None),)
 
-        rows = (directions, self.params, self.decays)
-        return trees.map_unzip(on_leaf, rows, (directions,))[0]
+        inputs = directions, self.params, self.decays
+        return trees.map_unzip(on_leaf, inputs, (directions,))[0]
 
     def tree(self, directions: Any) -> Any:
         """The new parameters."""
@@ -52,8 +45,7 @@ def updated(direction: Any, param: Any, scale: Any, decay: Any) -> jax.Array:
     """An update, in the dtype of the direction."""
     if decay is not None:
         direction = direction + decay * precision.widen(param, precision.compute_dtype(direction))
-    result: jax.Array = scale * direction
-    return result
+    return scale * direction
 
 
 def applied(update: jax.Array, param: Any) -> jax.Array:
@@ -63,8 +55,7 @@ def applied(update: jax.Array, param: Any) -> jax.Array:
     """
     wide, update = precision.widen(param), update.astype(param.dtype)
     # As :func:`optax.apply_updates` adds: in low precision the same as rounding the exact sum.
-    result: jax.Array = (wide + precision.widen(update)).astype(param.dtype)
-    return result
+    return (wide + precision.widen(update)).astype(param.dtype)
 
 
 def run_step(
@@ -80,24 +71,13 @@ def run_step(
     finish: Finish | None = None,
     **scalars: Any,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Runs `step` on every leaf.
+    """Runs `step` on every leaf, with arrays of at least float32 and the scalars.
 
-    Args:
-      step: The elementwise update of one leaf. It gets arrays of at least float32 and the scalars;
-        it never reduces or reshapes.
-      updates: The gradients.
-      estimate: The estimator's `Estimate`.
-      moments: The moving averages, each a tree or None, the momentum first.
-      max_norm: The bound on each matrix's corrected gradient, or None.
-      axes: Each leaf's `Axes`, over which its norm is taken.
-      implementation: What executes it, see :func:`execute.elementwise`.
-      specs: Each leaf's partition spec inside a shard_map, or None.
-      finish: If given, what follows the step, and is executed with it.
-      **scalars: Hyperparameters of the step.
+    `estimate` is the estimator's, and `moments` are the moving averages, each a tree or None, the
+    momentum first. Norms are taken over each leaf's `axes`, inside a shard_map divided by `specs`.
 
-    Returns:
-      The directions in at least float32, or the new parameters; and the new moments in the dtypes
-      of the old ones.
+    Returns the directions in at least float32, or with `finish`, which is executed with the step,
+    the new parameters; and the new moments in the dtypes of the old ones.
     """
     scalars = {"coefficient": estimate.coefficient, "next_gamma": estimate.next_gamma, **scalars}
     # Python numbers are exact, and constants of a program; arrays are its operands.
@@ -143,17 +123,16 @@ def run_step(
 
     params, all_decays = (None, None) if finish is None else (finish.params, finish.decays)
     table = trees.rows((updates, estimate.other, params, *moments))
+    outputs: list[Any] = [None] * len(table)
     clips: list[Any] = [None] * len(table)
     if max_norm is not None:
         squares = _squares(updates, estimate, axes, (*moments, params), implementation)
-        clips = [
-            clipping.factor_of_squares(x, precision.widen_scalar(max_norm, x.dtype))
-            for x in in_shard_map.sum_parts(squares, updates, axes, specs)
-        ]
-    decay_of = [decays for _, decays in trees.rows((updates, all_decays))]
-    outputs: list[Any] = [None] * len(table)
+        squares = in_shard_map.sum_parts(squares, updates, axes, specs)
+        bounds = [precision.widen_scalar(max_norm, x.dtype) for x in squares]
+        clips = list(map(clipping.factor_of_squares, squares, bounds))
     for decays in (False, True):
-        mine = [i for i, its in enumerate(decay_of) if bool(its) is decays]
+        rows = enumerate(trees.rows((updates, all_decays)))
+        mine = [i for i, (_, its) in rows if bool(its) is decays]
         leaves = [leaf_of(clips[i], *table[i]) for i in mine]
         results = execute.elementwise(fn_of(decays), leaves, values, implementation)
         for i, (direction, *new) in zip(mine, results, strict=True):
@@ -164,11 +143,7 @@ def run_step(
 
 
 def _squares(
-    updates: Any,
-    estimate: Any,
-    axes: Any,
-    others: tuple[Any, ...],
-    implementation: types.Implementation | None,
+    updates: Any, estimate: Any, axes: Any, others: tuple[Any, ...], implementation: Any
 ) -> list[jax.Array]:
     """The squares of the norms of each leaf's corrected gradient."""
 
@@ -181,8 +156,6 @@ def _squares(
     for grad, other, leaf_axes, *rest in trees.rows((updates, estimate.other, axes, *others)):
         present = [jnp.asarray(x) for x in (grad, other, *rest) if x is not None]
         operands = tuple(present[: 1 if other is None else 2])
-        norm_axes = sorted(axis % jnp.ndim(grad) for axis in leaf_axes.of_one_norm)
-        leaves.append(
-            execute.NormLeaf(operands, tuple(norm_axes), precision.compute_dtype(*present))
-        )
+        norm_axes = tuple(sorted(axis % jnp.ndim(grad) for axis in leaf_axes.of_one_norm))
+        leaves.append(execute.NormLeaf(operands, norm_axes, precision.compute_dtype(*present)))
     return execute.squares(corrected, leaves, [estimate.coefficient], implementation)

@@ -1,5 +1,7 @@
 """What all variants have in common: estimator, clip, step, preconditioner, and their order."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -10,13 +12,13 @@ import optax
 from mars_optax._src import checks, in_shard_map, named, partition, run, trees, types
 from mars_optax._src.estimator import Estimator
 from mars_optax._src.leaf import quantization
+from mars_optax._src.leaf.momentum import momentum_step
 
 Moments = Mapping[str, Callable[[optax.Params], Any]]
 
 
 def identity_step(c: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
     """The corrected and clipped gradient itself."""
-    del grad
     return (c,)
 
 
@@ -31,20 +33,19 @@ def rule(
     inner: optax.GradientTransformation | None = None,
     default: partition.DefaultRule = partition.matrix_from_rank_2,
 ) -> named.Transformation:
-    """Builds a variant's transformation.
+    """Builds a variant's transformation; `settings` are the arguments that the user gave.
 
     Args:
       name: The public name, for errors.
       state_type: The state, with the fields `count`, `inner_state` where there is an `inner`, those
         of `moments`, and those that :class:`Estimator` keeps.
-      settings: The arguments that the user gave, by the names of the public functions.
-      step: The elementwise update of one leaf, see :data:`run.Step`; first, c itself.
+      settings: By the names of the public functions.
+      step: The elementwise update of one leaf, see :data:`run.Step`.
       moments: The moving averages in the order in which `step` takes them, and how each begins.
       scalars: The hyperparameters of `step` at a count that starts at 1.
-      inner: What makes directions of those of the step, in at least float32: any transformation,
-        with any state. It sees all leaves of a matrix at once.
-      default: Which leaves are matrices where `weight_dimension_numbers` is None. If it takes rank
-        2 alone, every leaf must be a matrix.
+      inner: Makes directions of those of the step, in at least float32, with any state.
+      default: Which leaves are matrices, where `weight_dimension_numbers` is None; if those of rank
+        2 alone, every leaf must be one.
     """
     moments = moments or {}
     max_norm, numbers = settings["max_norm"], settings["weight_dimension_numbers"]
@@ -52,9 +53,8 @@ def rule(
     checks.max_norm(max_norm)
     checks.choice("implementation", implementation, (None, "xla", "pallas"))
     partition.check_spec(numbers)
-    source = Estimator(
-        **{field: settings[key] for field, key in _SETTINGS.items() if key in settings}
-    )
+    fields = {x.name: _NAMES.get(x.name, x.name) for x in dataclasses.fields(Estimator)}
+    source = Estimator(**{k: settings[key] for k, key in fields.items() if key in settings})
     if max_norm is not None:
         checks.keeps_prev_grad(source.keep_prev_grad, f"`max_norm`={max_norm!r}", "None")
     if inner is not None:
@@ -64,9 +64,7 @@ def rule(
     kept = {moment: zeros(()) is not None for moment, zeros in moments.items()} | source.kept
     if inner is not None:
         kept["inner_state"] = True
-
-    def axes_of(tree: Any) -> Any:
-        return partition.resolve_axes(numbers, tree, default)
+    axes_of = functools.partial(partition.resolve_axes, numbers, default=default)
 
     def init_fn(params: optax.Params) -> Any:
         checks.inexact_leaves(params)
@@ -80,12 +78,7 @@ def rule(
         return state_type(count=jnp.zeros([], jnp.int32), **source.init(params, axes), **made)
 
     def advance(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None,
-        extra_args: Mapping[str, Any],
-        implementation: types.Implementation | None,
-        finish: run.Finish | None = None,
+        updates: Any, state: Any, params: Any, extra_args: Any, by: Any, finish: Any = None
     ) -> tuple[Any, Any]:
         """The directions, or with `finish` the new parameters, and the new state."""
         source.check(updates, state, state_type, name, kept)
@@ -102,7 +95,7 @@ def rule(
             tuple(getattr(state, moment) for moment in moments),
             max_norm=max_norm,
             axes=axes,
-            implementation=implementation,
+            implementation=by,
             specs=specs,
             finish=None if inner is not None else finish,
             **scalars(count),
@@ -114,17 +107,12 @@ def rule(
         moved = dict(zip(moments, new_moments, strict=True))
         return result, state_type(count=count, **fields, **moved)
 
-    def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         # Fused with what follows in the user's program, XLA moves fewer bytes than a kernel.
-        executed_by: types.Implementation = implementation or "xla"
-        direction, state = advance(updates, state, params, extra_args, executed_by)
+        direction, state = advance(updates, state, params, extra_args, implementation or "xla")
         return trees.narrow(direction, updates), state
 
-    def step_fn(
-        updates: optax.Updates, state: Any, finish: run.Finish, extra_args: Mapping[str, Any]
-    ) -> tuple[optax.Params, Any]:
+    def step_fn(updates: Any, state: Any, finish: run.Finish, extra_args: Any) -> tuple[Any, Any]:
         return advance(updates, state, finish.params, extra_args, implementation, finish)
 
     result = named.Transformation(init_fn, update_fn)
@@ -134,13 +122,27 @@ def rule(
     return result
 
 
-_SETTINGS: Final = {
-    "gamma": "gamma",
-    "b1": "b1",
-    "mode": "correction",
-    "first_step": "first_step",
-    "dtype": "prev_grad_dtype",
-    "keep_prev_grad": "keep_prev_grad",
-    "alpha": "alpha",
-    "correction_clip": "correction_clip",
-}
+def momentum_rule(
+    name: str,
+    state_type: type,
+    settings: Mapping[str, Any],
+    *,
+    step: run.Step = momentum_step,
+    inner: optax.GradientTransformation | None = None,
+) -> named.Transformation:
+    """A rule with the momentum alone, for all leaves or, with an `inner`, for matrices."""
+    dtype = checks.recursive_dtype("mu_dtype", settings["mu_dtype"])
+    return rule(
+        name,
+        state_type,
+        settings,
+        step=step,
+        moments={"mu": functools.partial(trees.zeros, dtype=dtype)},
+        scalars=lambda count: {"b1": settings["b1"]},
+        inner=inner,
+        default=partition.matrix_from_rank_2 if inner is None else partition.matrix_at_rank_2,
+    )
+
+
+# The fields of the estimator whose arguments have other names.
+_NAMES: Final = {"mode": "correction", "dtype": "prev_grad_dtype"}

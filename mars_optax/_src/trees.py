@@ -10,11 +10,7 @@ from mars_optax._src.leaf import precision
 
 
 def rows(inputs: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """For each leaf of the first input a tuple with those of all inputs.
-
-    Args:
-      inputs: Trees of the structure of the first, or None for an absent one, whose leaves are None.
-    """
+    """For each leaf of the first tree a tuple with those of all; the leaves of None are None."""
     leaves = jax.tree.leaves(inputs[0])
     treedef: Any = jax.tree.structure(inputs[0])
     columns = [
@@ -24,12 +20,7 @@ def rows(inputs: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def unzip(results: Sequence[tuple[Any, ...]], outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """From the results of each leaf to a tree for each of `outputs`, None for the absent ones.
-
-    Args:
-      results: For each leaf as many values as there are `outputs`.
-      outputs: For each result the tree whose structure it takes, or None for an absent one.
-    """
+    """From the results of each leaf to trees of the structures of `outputs`, None where one is."""
     columns = list(zip(*results, strict=True)) or [()] * len(outputs)
     # The output's own structure, not that of the first input: metadata in its nodes may differ.
     return tuple(

@@ -20,14 +20,13 @@ def cautious(
 
       u_i \leftarrow u_i \frac{[u_i g_i > 0]}{s}
 
-    for each leaf on its own, with :math:`s` by `rescale`. `inner` is to return the ascent-signed
-    direction, as :func:`scale_by_mars` does, without learning rate and decay; its state is not
-    changed by it. For AdamW's direction, whose sign is the momentum's, this is timm's `caution` and
-    pytorch_optimizer's `cautious`; for MARS-Lion timm takes the sign after the mask, which is
-    ``rescale="none"``. The first step is like any other.
+    for each leaf on its own, with :math:`s` by `rescale`. For AdamW's direction, whose sign is the
+    momentum's, this is timm's `caution` and pytorch_optimizer's `cautious`; for MARS-Lion timm
+    takes the sign after the mask, which is ``rescale="none"``. The first step is like any other.
 
     Args:
-      inner: A transformation, such as :func:`scale_by_mars`.
+      inner: A transformation that returns the ascent-signed direction, without learning rate and
+        decay, such as :func:`scale_by_mars`.
       rescale: ``"mean"``: :math:`s = \max(\mathrm{mean}[u g > 0], 10^{-3})`, as in timm;
         ``"count"``: :math:`s = (n_{ug > 0} + 1) / n`, as in pytorch_optimizer; ``"none"``:
         :math:`s = 1`.
@@ -43,11 +42,6 @@ def cautious(
       >>> import jax.numpy as jnp
       >>> import mars_optax
       >>> import optax
-      >>> tx = optax.chain(
-      ...     mars_optax.cautious(mars_optax.scale_by_mars()),
-      ...     optax.add_decayed_weights(0.1),
-      ...     optax.scale_by_learning_rate(1e-3),
-      ... )
       >>> tx = mars_optax.cautious(optax.ema(0.9, debias=False), rescale="none")
       >>> state = tx.init(jnp.zeros(2))
       >>> for grads in (jnp.array([1.0, 1.0]), jnp.array([0.5, -0.5])):
@@ -73,12 +67,7 @@ def cautious(
             agrees *= agrees.size / (jnp.sum(agrees) + 1)
         return u * agrees
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         if rescale != "none":
             specs = in_shard_map.specs_of(extra_args, updates)
             in_shard_map.require_whole(updates, specs, f"`cautious` with {rescale=}")
@@ -95,16 +84,14 @@ def ignore_absent_gradients(
     r"""Treats a gradient of zeros as none at all, in the correction of an optimizer.
 
     Where a parameter takes no part in a step, as an expert that no token is routed to or an adapter
-    that is dropped, its gradient is 0, and the correction of the approximate mode becomes
-    :math:`c_t = -k g_{t-1}`: a step back along the last gradient, and a correction by the whole
-    gradient when the parameter returns. That is what the formula and the reference code say, and
-    what the optimizers here do. In this wrapper a leaf whose gradient is 0 everywhere has
-    :math:`c_t = 0` instead, and keeps :math:`g_{t-1}`; its momentum decays as AdamW's does. Steps
-    of the optimizer go on being counted, the first one as any other.
+    that is dropped, its gradient is 0, and by the formula and the reference code the correction of
+    the approximate mode becomes :math:`c_t = -k g_{t-1}`: a step back along the last gradient, and
+    a correction by the whole gradient when the parameter returns. In this wrapper a leaf whose
+    gradient is 0 everywhere has :math:`c_t = 0` instead, and keeps :math:`g_{t-1}`; its momentum
+    decays as AdamW's does. Steps go on being counted, the first one as any other.
 
-    It looks at whole leaves, and at the gradients as they come in: of a stack of experts in one
-    leaf, all have to be absent, and :class:`optax.MultiSteps` and others that change gradients go
-    around this wrapper, not into it.
+    Of a stack of experts in one leaf, all have to be absent. What changes gradients, such as
+    :class:`optax.MultiSteps`, goes around this wrapper, not into it.
 
     Args:
       inner: An optimizer or a transformation of this package that keeps a previous gradient, also
@@ -145,12 +132,7 @@ def ignore_absent_gradients(
             )
         return state
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         specs = in_shard_map.specs_of(extra_args, updates)
         in_shard_map.require_whole(updates, specs, "`ignore_absent_gradients`")
         flat = jax.tree_util.tree_leaves_with_path(updates)
@@ -159,32 +141,25 @@ def ignore_absent_gradients(
         def choose(node: Any, old: Any) -> Any:
             """The previous gradients of `old` where there is none now, else those of `node`."""
 
-            def on_leaf(path: tuple[Any, ...], new_leaf: Any, old_leaf: Any) -> Any:
+            def on_leaf(path: Any, new_leaf: Any, old_leaf: Any) -> Any:
                 if path not in absent:
                     return new_leaf
                 return jnp.where(absent[path], precision.beside(old_leaf, new_leaf), new_leaf)
 
-            kept = {
-                name: jax.tree_util.tree_map_with_path(
-                    on_leaf, getattr(node, name), getattr(old, name)
-                )
-                for name in ("prev_grad", "prev_grad_scale")
-            }
-            return node._replace(**kept)
+            def kept(name: str) -> Any:
+                trees = getattr(node, name), getattr(old, name)
+                return jax.tree_util.tree_map_with_path(on_leaf, *trees)
 
-        old_nodes = states.with_previous_gradient(state)
+            return node._replace(**{k: kept(k) for k in ("prev_grad", "prev_grad_scale")})
 
         # With a previous gradient of 0 the correction of a gradient of 0 is 0.
         def without(node: Any) -> Any:
             return choose(node, node._replace(prev_grad=optax.tree.zeros_like(node.prev_grad)))
 
-        updates, new_state = inner.update(
-            updates, states.map_previous_gradients(without, state), params, **extra_args
-        )
-        remaining = iter(old_nodes)
-        new_state = states.map_previous_gradients(
-            lambda node: choose(node, next(remaining)), new_state
-        )
-        return updates, new_state
+        old_nodes = iter(states.with_previous_gradient(state))
+        state = states.map_previous_gradients(without, state)
+        updates, state = inner.update(updates, state, params, **extra_args)
+        state = states.map_previous_gradients(lambda node: choose(node, next(old_nodes)), state)
+        return updates, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

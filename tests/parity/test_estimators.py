@@ -265,7 +265,7 @@ class PlacesTest(EstimatorTestCase):
         anchors = _anchors(params)
         _, path, state = _train(tx, params, anchors)
         expected = _estimates(correction, path, anchors=anchors)
-        _close(state[0].mu, {k: _momentum(expected[k]) for k in SHAPES})
+        _close(state.mu, {k: _momentum(expected[k]) for k in SHAPES})
 
     def test_storm_in_mars_is_storm_adamw(self):
         shared = {"gamma": GAMMA, "b1": B1, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.3}

@@ -51,13 +51,8 @@ def large(leaves: Mapping[int, Any]) -> list[int]:
     Of the 49 such matrices of GPT-2 small the second passes take about a tenth of a step. And the
     largest blocks: smaller ones were not measured.
     """
-
-    def is_large(leaf: Any) -> bool:
-        tiles = tiling_of_norms(leaf)
-        is_fast = tiles is not None and tiles.rows == 1 and tiles.block == tiling.BLOCKS[0]
-        return is_fast and leaf.size > tiling.SMALL
-
-    return [i for i, leaf in leaves.items() if is_large(leaf)]
+    tiles = {i: tiling_of_norms(leaf) for i, leaf in leaves.items() if leaf.size > tiling.SMALL}
+    return [i for i, t in tiles.items() if t and t.rows == 1 and t.block == tiling.BLOCKS[0]]
 
 
 def tiling_of_norms(leaf: Any) -> tiling.Tiling | None:
@@ -68,12 +63,7 @@ def tiling_of_norms(leaf: Any) -> tiling.Tiling | None:
 
 
 def elementwise(
-    fn: Any,
-    leaves: Sequence[Any],
-    scalars: Sequence[Any],
-    by_xla: Callable[..., _Outputs],
-    interpret: bool,
-    message: Callable[[str], str] | None,
+    fn: Any, leaves: Any, scalars: Any, by_xla: Any, interpret: bool, message: Any
 ) -> list[_Outputs]:
     """`fn` on leaves of one mesh, by kernels on each device's shards.
 
@@ -82,35 +72,24 @@ def elementwise(
     """
     data, on = _of_arrays(leaves, "operands", "factor")
     xla = on(lambda mine, table: [by_xla(fn, leaf, tuple(table)) for leaf in mine])
-    platforms = {
-        "cuda": on(functools.partial(_on_gpu, fn, by_xla, interpret)),
-        "tpu": xla,
-        "default": xla,
-    }
+    gpu = on(functools.partial(_on_gpu, fn, by_xla, interpret))
+    platforms = {"cuda": gpu, "tpu": xla, "default": xla}
     if message is not None:
         refused = functools.partial(_refused_p.bind, message=message)
         platforms["tpu"] = on(lambda mine, table: [_on_tpu(fn, leaf, table) for leaf in mine])
         platforms["default"] = lambda *args: jax.tree.map(refused, xla(*args))
     n_outputs = len(leaves[0].out_dtypes)
     run = functools.partial(shards.on_shards, _by_platform(platforms, interpret), n_outputs)
-    outputs: list[_Outputs] = mesh.opaque(run, xla)(_table(scalars), data)
-    return outputs
+    return mesh.opaque(run, xla)(_table(scalars), data)
 
 
-def squares(
-    fn: Any,
-    leaves: Sequence[Any],
-    scalars: Sequence[Any],
-    by_xla: Callable[..., jax.Array],
-    interpret: bool,
-) -> list[jax.Array]:
+def squares(fn: Any, leaves: Any, scalars: Any, by_xla: Any, interpret: bool) -> list[jax.Array]:
     """Squares of norms by kernels that share launches and the last pass; by XLA but on GPUs."""
     data, on = _of_arrays(leaves, "operands")
     xla = on(lambda mine, table: [by_xla(fn, leaf, tuple(table)) for leaf in mine])
     gpu = on(functools.partial(_squares_on_gpu, fn, interpret))
     run = mesh.opaque(_by_platform({"cuda": gpu, "default": xla}, interpret), xla)
-    results: list[jax.Array] = run(_table(scalars), data)
-    return results
+    return run(_table(scalars), data)
 
 
 def _of_arrays(leaves: Sequence[Any], *names: str) -> tuple[list[Any], Any]:
@@ -148,7 +127,9 @@ def _on_gpu(
     flat, keys = [], []
     for leaf in leaves:
         fits = leaf.rows is not None and tiling.tile(leaf.size, leaf.rows) is not None
-        x = _flat(leaf if fits else _broadcast(leaf))
+        x = leaf if fits else _broadcast(leaf)
+        factor, operands = jax.tree.map(lambda y: y.reshape(-1), (x.factor, x.operands))
+        x = dataclasses.replace(x, operands=operands, factor=factor)
         flat.append(x)
         keys.append((x.size, x.rows, x.dtypes, x.factor is None, fits))
     # One function for equal calls, which are then lowered once.
@@ -165,21 +146,14 @@ def _on_gpu(
             ends, mine = _ended(functools.partial(by_xla, of_block), mine, table, tiles.covered)
         outputs: Any = ends
         if tiles.covered:
-            call = functools.partial(
-                mosaic_gpu.call,
-                of_block,
-                out_dtypes=mine[0].out_dtypes,
-                aliases=aliases,
-                tiles=tiles,
-                interpret=interpret,
-            )
+            call = functools.partial(mosaic_gpu.call, of_block, tiles=tiles, interpret=interpret)
+            call = functools.partial(call, out_dtypes=mine[0].out_dtypes, aliases=aliases)
             program = programs.setdefault(key, jax.jit(call))
             outputs = program([(x.operands, x.factor) for x in mine], table)
         for i, output, end in zip(indices, outputs, ends, strict=True):
+            is_cut = tiles.covered and tiles.rest
             results[i] = tuple(
-                jnp.concatenate([x[: tiles.covered], end[k]])
-                if tiles.covered and tiles.rest and k not in aliases
-                else x
+                jnp.concatenate([x[: tiles.covered], end[k]]) if is_cut and k not in aliases else x
                 for k, x in enumerate(output)
             )
     return [tuple(x.reshape(leaf.shape) for x in results[i]) for i, leaf in enumerate(leaves)]
@@ -215,12 +189,6 @@ def _on_tpu(fn: Any, leaf: Any, table: jax.Array) -> _Outputs:
         fn, leaf = _factor_last(fn), _broadcast(leaf)
     factors = None if leaf.factor is None else leaf.factor.reshape(-1)
     return mosaic_tpu.call(fn, leaf.operands, factors, table, leaf.out_dtypes, leaf.aliases)
-
-
-def _flat(leaf: Any) -> Any:
-    flat = functools.partial(jnp.reshape, shape=-1)
-    factor, operands = jax.tree.map(flat, (leaf.factor, leaf.operands))
-    return dataclasses.replace(leaf, operands=operands, factor=factor)
 
 
 def _broadcast(leaf: Any) -> Any:

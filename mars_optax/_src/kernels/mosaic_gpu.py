@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mars_optax._src.kernels import rewrite, tiling
 
 _AXES = ("leaf", "row", "block")
-_struct: Any = jax.ShapeDtypeStruct  # untyped in JAX
+_struct = jax.ShapeDtypeStruct
 
 
 def call(
@@ -130,18 +130,11 @@ def _laid_out(value: jax.Array, block: int, interpret: bool) -> jax.Array:
     if interpret:
         return value
     layout = plgpu.Layout.WG_STRIDED((block,), vec_size=min(2, block // tiling.WARPGROUP))
-    result: jax.Array = plgpu.layout_cast(value, layout)
-    return result
+    return plgpu.layout_cast(value, layout)
 
 
 def _launch(
-    body: Any,
-    grid: tuple[int, ...],
-    operands: Any,
-    shapes: Any,
-    targets: Mapping[int, int],
-    name: str,
-    interpret: bool,
+    body: Any, grid: Any, operands: Any, shapes: Any, targets: Any, name: str, interpret: bool
 ) -> list[jax.Array]:
     """Runs `body` on a GPU, where an aliased output is the reference of its operand."""
     if interpret:

@@ -47,10 +47,10 @@ def call(
             ref[...] = value.astype(dtype)
 
     spec = pl.BlockSpec(block, lambda *indices: indices)
-    before, struct = len(scalar_operands), jax.ShapeDtypeStruct
+    before = len(scalar_operands)
     results = pl.pallas_call(
         body,
-        out_shape=tuple(struct(view, dtype) for dtype in out_dtypes),  # type: ignore[no-untyped-call]
+        out_shape=tuple(jax.ShapeDtypeStruct(view, dtype) for dtype in out_dtypes),
         grid=tuple(pl.cdiv(n, b) for n, b in zip(view, block, strict=True)),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] * before + [spec] * len(operands),
         out_specs=(spec,) * len(out_dtypes),

@@ -20,9 +20,8 @@ def rewritten(fn: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
 
     def wrapped(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        return jax.tree.unflatten(
-            jax.tree.structure(shape), _evaluate(closed, jax.tree.leaves(args), rules)
-        )
+        outputs = _evaluate(closed, jax.tree.leaves(args), rules)
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     return wrapped
 
@@ -37,9 +36,8 @@ def _evaluate(closed: Any, args: Sequence[Any], rules: Rules) -> list[Any]:
     for eqn in jaxpr.eqns:
         inputs, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
         if name in _CALLS:
-            outputs = _evaluate(
-                eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), inputs, rules
-            )
+            inside = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            outputs = _evaluate(inside, inputs, rules)
         else:
             outputs = rules.get(name, eqn.primitive.bind)(*inputs, **eqn.params)
             outputs = outputs if eqn.primitive.multiple_results else [outputs]

@@ -39,8 +39,7 @@ def on_shards(
                 "own shard_map, or pass 'xla', or None to take what there is."
             )
         run = _partitioned(local, data, n_outputs)
-    results: list[tuple[jax.Array, ...]] = run(replicated, data)
-    return results
+    return run(replicated, data)
 
 
 def _require_known_axes(on: Any) -> None:
@@ -80,11 +79,7 @@ def _partitioned(local: Callable[..., Any], data: Data, n_outputs: int) -> Calla
     owned = [(x, i) for i, leaf in enumerate(data) for x in jax.tree.leaves(leaf)]
     ins = [factors(x, i, k) for k, (x, i) in enumerate(owned)]
     outs = [factors(x[0], i) for i, (x, _) in enumerate(data) for _ in range(n_outputs)]
-    call: Any = custom_partitioning(local)  # type: ignore[no-untyped-call]
-    call.def_partition(
-        partition=partition,
-        infer_sharding_from_operands=infer,
-        sharding_rule=f"replicated, {', '.join(ins)} -> {', '.join(outs)}",
-    )
-    result: Callable[..., Any] = call
-    return result
+    rule = f"replicated, {', '.join(ins)} -> {', '.join(outs)}"
+    call: Any = custom_partitioning(local)
+    call.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
+    return call

@@ -27,7 +27,4 @@ def corrected_gradient(
     """
     if prev_grad is None:
         return grad
-    corrected: jax.Array = grad + coefficient * (
-        (grad if estimate is None else estimate) - prev_grad
-    )
-    return corrected
+    return grad + coefficient * ((grad if estimate is None else estimate) - prev_grad)

@@ -9,7 +9,6 @@ import optax
 
 def momentum_step(c: jax.Array, grad: jax.Array, mu: jax.Array, *, b1: Any) -> Any:
     """Line 6 of Algorithm 1 of the paper: the momentum, which is direction and state."""
-    del grad
     mu = optax.tree.update_moment(c, mu, b1, 1)
     return mu, mu
 

@@ -1,7 +1,6 @@
 """Newton-Schulz iteration on stacks of matrices, and the factors of a matrix's shape."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -56,11 +55,7 @@ def normalized(x: jax.Array, axes: tuple[int, ...], *, eps: Any, dtype: Any) -> 
 
 
 def iterated(
-    x: jax.Array,
-    coeffs: Sequence[Triple] | jax.Array,
-    *,
-    steps: Any,
-    matmul_precision: jax.lax.PrecisionLike = None,
+    x: jax.Array, coeffs: Any, steps: Any, matmul_precision: jax.lax.PrecisionLike = None
 ) -> jax.Array:
     """`steps` times X <- (a I + b A + c A A) X with A = X X^H, for matrices with m <= n.
 
@@ -73,13 +68,10 @@ def iterated(
         steps = int(steps)
     run = _known_steps if isinstance(steps, int) else _any_steps
     table = jnp.asarray(coeffs, precision.compute_dtype(x))
-    result: jax.Array = run(x, table, steps=steps, matmul_precision=matmul_precision)
-    return result
+    return run(x, table, steps=steps, matmul_precision=matmul_precision)
 
 
-def _steps(
-    x: jax.Array, table: jax.Array, steps: Any, matmul_precision: jax.lax.PrecisionLike
-) -> jax.Array:
+def _steps(x: jax.Array, table: jax.Array, steps: Any, matmul_precision: Any) -> jax.Array:
     identity = jnp.eye(x.shape[-2], dtype=precision.compute_dtype(x))
     # Without a rank to be promoted, which JAX can be set to refuse.
     identity = precision.beside(jnp.expand_dims(identity, tuple(range(x.ndim - 2))), x)
@@ -95,8 +87,7 @@ def _steps(
         for i in range(steps):
             x = step(i, x)
         return x
-    result: jax.Array = jax.lax.fori_loop(0, steps, step, x)
-    return result
+    return jax.lax.fori_loop(0, steps, step, x)
 
 
 # Compiled here, an eager call finds its program in the cache, which knows functions by identity. A

@@ -10,14 +10,12 @@ def compute_dtype(*arrays: Any) -> jnp.dtype:
     """The real dtype in which these arrays are worked on: at least float32."""
     # Not by JAX's promotion, which has no rule for 8-bit floats, and none at all if it is strict.
     is_double = any(jnp.result_type(x) in (jnp.float64, jnp.complex128) for x in arrays)
-    dtype: jnp.dtype = jnp.dtype(jnp.float64 if is_double else jnp.float32)
-    return dtype
+    return jnp.dtype(jnp.float64 if is_double else jnp.float32)
 
 
 def _complex_of(dtype: Any) -> jnp.dtype:
     """The complex dtype whose parts are at least as wide as the real `dtype`."""
-    wide: jnp.dtype = jnp.dtype(jnp.complex128 if dtype == jnp.float64 else jnp.complex64)
-    return wide
+    return jnp.dtype(jnp.complex128 if dtype == jnp.float64 else jnp.complex64)
 
 
 def widen(x: Any, dtype: Any = None) -> jax.Array:
@@ -56,11 +54,8 @@ def host_memory_of(x: jax.Array) -> Any:
 def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) -> jnp.dtype:
     """The dtype in which a quantity belonging to the parameter `x` is kept.
 
-    Args:
-      x: The parameter, as an array, a shape with a dtype, or a Python number.
-      dtype: What the user asked for; None means the parameter's own dtype.
-      averages_squares: Whether it is an average of squares. Such a one is real, and without a
-        wish in at least float32: in bfloat16 an average with b2 = 0.999 stops to move.
+    Where the user asked for none it is the parameter's own. An average of squares is real, and
+    then in at least float32: in bfloat16 one with b2 = 0.999 stops to move.
     """
     own = jnp.result_type(x)
     if averages_squares:
@@ -80,7 +75,7 @@ def copied(x: Any, dtype: Any) -> jax.Array:
     """
     x = jnp.asarray(x)
     if not jnp.iscomplexobj(x) and _largest_exponent(dtype) < _largest_exponent(x.dtype):
-        largest = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
+        largest = float(jnp.finfo(dtype).max)
         # bfloat16 rounds the largest number of float16 up, beyond its range.
         x = widen(x)
         x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
@@ -88,7 +83,7 @@ def copied(x: Any, dtype: Any) -> jax.Array:
 
 
 def _largest_exponent(dtype: Any) -> int:
-    return int(jnp.finfo(dtype).maxexp)  # type: ignore[no-untyped-call]
+    return int(jnp.finfo(dtype).maxexp)
 
 
 def available(dtype: Any) -> jnp.dtype:

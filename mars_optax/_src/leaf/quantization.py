@@ -30,7 +30,7 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         return x.astype(dtype), jnp.ones(shape, jnp.float32)
     wide = precision.widen(x)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True, initial=0) if x.ndim else abs(wide)
-    scale = (largest / float(jnp.finfo(dtype).max)).astype(jnp.float32)  # type: ignore[no-untyped-call]
+    scale = (largest / float(jnp.finfo(dtype).max)).astype(jnp.float32)
     scale = jnp.where(scale == 0, precision.beside(1, scale), scale)
     return (wide / scale).astype(dtype), scale
 

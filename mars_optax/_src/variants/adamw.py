@@ -19,8 +19,6 @@ from mars_optax._src.states import State
 class ScaleByMarsState(State):
     """State of :func:`scale_by_mars`."""
 
-    __slots__ = ()
-
 
 def adamw_step(
     c: jax.Array,
@@ -57,34 +55,28 @@ def adamw_step(
 def rule(name: str, settings: Mapping[str, Any], *, nesterov: bool = False) -> Any:
     """The rule of Adam on an estimator of the gradient."""
     b1, b2 = settings["b1"], settings["b2"]
+    amsgrad = settings.get("amsgrad", False)
+    second_moment = settings.get("second_moment", "corrected")
     checks.decay_rate("b2", b2)
     checks.non_negative("eps", settings["eps"])
     checks.non_negative("eps_root", settings["eps_root"])
-    amsgrad, second_moment = (
-        settings.get("amsgrad", False),
-        settings.get("second_moment", "corrected"),
-    )
     checks.flag("amsgrad", amsgrad)
     checks.choice("second_moment", second_moment, ("corrected", "gradient"))
     if second_moment != "gradient":
         keep = settings.get("keep_prev_grad", True)
         checks.keeps_prev_grad(keep, f"`second_moment`={second_moment!r}", "'gradient'")
-    first = functools.partial(
-        trees.zeros, dtype=checks.recursive_dtype("mu_dtype", settings["mu_dtype"])
-    )
-    second = functools.partial(
-        trees.zeros,
-        dtype=checks.recursive_dtype("nu_dtype", settings.get("nu_dtype")),
-        averages_squares=True,
-    )
+    mu_dtype = checks.recursive_dtype("mu_dtype", settings["mu_dtype"])
+    nu_dtype = checks.recursive_dtype("nu_dtype", settings.get("nu_dtype"))
+    first = functools.partial(trees.zeros, dtype=mu_dtype)
+    second = functools.partial(trees.zeros, dtype=nu_dtype, averages_squares=True)
 
     def scalars(count: jax.Array) -> dict[str, Any]:
         own = {key: settings[key] for key in ("b1", "b2", "eps", "eps_root")}
-        own["mu_correction"] = bias_correction(precision.widen_scalar(b1), count)
-        own["nu_correction"] = bias_correction(precision.widen_scalar(b2), count)
+        beta1, beta2 = precision.widen_scalar(b1), precision.widen_scalar(b2)
+        own["mu_correction"] = bias_correction(beta1, count)
+        own["nu_correction"] = bias_correction(beta2, count)
         if nesterov:
-            following = optax.safe_increment(count)
-            own["next_mu_correction"] = bias_correction(precision.widen_scalar(b1), following)
+            own["next_mu_correction"] = bias_correction(beta1, optax.safe_increment(count))
         return own
 
     return transformation.rule(
@@ -130,11 +122,10 @@ def scale_by_mars(
         {\sqrt{v_t / (1-\beta_2^t) + \varepsilon_\mathrm{root}} + \varepsilon}
 
     The norm is each matrix's own: that of a leaf, or of each slice along declared batch axes. The
-    direction :math:`u_t` has the sign of the gradient and the gradient's dtype, as that of
-    :func:`optax.scale_by_adam`; with ``gamma=0, max_norm=None`` it is, to rounding, that of
-    :func:`optax.scale_by_adam`. Arithmetic is in at least float32 whatever the dtypes.
-
-    At the first step :math:`c_1` is 1.475 :math:`g_1` at the defaults, see `first_step`.
+    direction :math:`u_t` has the sign of the gradient and its dtype; with ``gamma=0,
+    max_norm=None`` it is, to rounding, that of :func:`optax.scale_by_adam`. Arithmetic is in at
+    least float32. At the first step :math:`c_1` is 1.475 :math:`g_1` at the defaults, see
+    `first_step`.
 
     Args:
       weight_dimension_numbers: ... None: each leaf is clipped as a whole.
@@ -147,15 +138,13 @@ def scale_by_mars(
       >>> import jax.numpy as jnp
       >>> import mars_optax
       >>> import optax
-      >>> params = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]])}
       >>> tx = optax.chain(mars_optax.scale_by_mars(), optax.scale_by_learning_rate(0.1))
-      >>> state = tx.init(params)
-      >>> for _ in range(3):
-      ...     grads = params  # of half the sum of squares
-      ...     updates, state = tx.update(grads, state, params)
-      ...     params = optax.apply_updates(params, updates)
-      ...     print(f"{jnp.sum(params['kernel'] ** 2) / 2:.2f}", end=" ")
-      6.50 5.91 5.36
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for grads in (jnp.array([1.0, 2.0]), jnp.array([1.0, -2.0])):
+      ...     updates, state = tx.update(grads, state)
+      ...     print(updates.round(3))
+      [-0.1 -0.1]
+      [-0.096  0.007]
 
     References:
       Yuan et al., `MARS: Unleashing the Power of Variance Reduction for Training Large Models
@@ -166,39 +155,32 @@ def scale_by_mars(
     return rule("scale_by_mars", locals())
 
 
-def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Makes plain Adam for the leaves that are no matrices, by the settings of an optimizer.
+def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Makes plain Adam for the leaves that are no matrices; None where they get the main rule.
 
     It is :func:`optax.scale_by_adam`, but for state that keeps its dtypes whatever the gradients'.
     """
+    optimize_1d = settings.get("optimize_1d", False)
+    checks.flag("optimize_1d", optimize_1d)
+    if optimize_1d:
+        return None
+    main = {"eps": 1e-8, "eps_root": 0.0, **settings}
     own = {key: settings[f"{key}_1d"] for key in ("b1", "b2", "eps", "eps_root")}
-    for key, default in (("eps", 1e-8), ("eps_root", 0.0)):
-        own[key] = settings.get(key, default) if own[key] is None else own[key]
+    own |= {key: main[key] for key in ("eps", "eps_root") if own[key] is None}
     checks.decay_rate("b1_1d", own["b1"])
     checks.decay_rate("b2_1d", own["b2"])
     checks.non_negative("eps_1d", own["eps"])
     checks.non_negative("eps_root_1d", own["eps_root"])
-    shared = {
-        key: settings[key]
-        for key in ("amsgrad", "mu_dtype", "nu_dtype", "implementation")
-        if key in settings
-    }
-    make = functools.partial(
-        scale_by_mars,
-        **own,
-        **shared,
-        max_norm=None,
-        correction="none",
-        weight_dimension_numbers=partition.no_matrices,
-    )
-    make()
-    return lambda correction: make()
+    shared = {"amsgrad", "mu_dtype", "nu_dtype", "implementation"}.intersection(settings)
+    own |= {key: settings[key] for key in shared}
+    own |= {"max_norm": None, "correction": "none"}
+    own["weight_dimension_numbers"] = partition.no_matrices
+    scale_by_mars(**own)  # wrong arguments fail here
+    return lambda correction: scale_by_mars(**own)
 
 
 class MarsState(State):
     """State of :func:`mars`."""
-
-    __slots__ = ()
 
 
 @named.named
@@ -234,22 +216,17 @@ def mars(
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-AdamW: AdamW on variance-reduced gradients.
 
-    Matrices are updated by
-
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)
-
-    with the direction :math:`u_t` of :func:`scale_by_mars`, whose docstring has the equations, and
-    all other leaves by AdamW with the values `*_1d`. With ``correction="none", max_norm=None,
-    optimize_1d=True`` and the same rates and decay it is :func:`optax.adamw`, but for the dtypes of
-    state and arithmetic in low precision.
+    Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
+    :math:`u_t` of :func:`scale_by_mars`, whose docstring has the equations, and all other leaves by
+    AdamW with the values `*_1d`. With ``correction="none", max_norm=None, optimize_1d=True`` and
+    the same rates and decay it is :func:`optax.adamw`, but for the dtypes of state and arithmetic
+    in low precision.
 
     Differences from the reference code: leaves of rank >= 3 are matrices, clipped as a whole, where
     there they go to AdamW (``weight_dimension_numbers=dimension_numbers_by_path([])`` restores
-    that); `learning_rate_1d` is a learning rate or schedule of its own, where there `lr_1d / lr` is
-    frozen at construction; `mask` applies to all leaves, where there `weight_decay_1d` cannot be
-    turned off for single ones. Weight decay of the vectors is 0.1 unless told otherwise, as there.
+    that); `learning_rate_1d` is a rate or schedule of its own, where there `lr_1d / lr` is frozen
+    at construction; `mask` applies to all leaves, where there `weight_decay_1d` cannot be turned
+    off for single ones.
 
     Args:
       learning_rate_1d: ... The paper's GPT-2 runs use half of it.
@@ -261,8 +238,7 @@ def mars(
       >>> import mars_optax
       >>> import optax
       >>> def loss(params):
-      ...     outputs = jnp.ones((4, 3)) @ params["kernel"] + params["bias"]
-      ...     return jnp.mean(jnp.square(outputs - 2.0))
+      ...     return jnp.mean(jnp.square(jnp.ones(3) @ params["kernel"] + params["bias"] - 2.0))
       >>> params = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}
       >>> tx = mars_optax.mars(learning_rate=0.1, learning_rate_1d=0.05)
       >>> state = tx.init(params)
@@ -274,16 +250,14 @@ def mars(
       4.000 2.723 1.692 0.907 0.367 0.068
 
     References:
-      Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 2. Reference code:
-      ``MARS/optimizers/mars.py``, ``mars_type="mars-adamw"``, of https://github.com/AGI-Arena/MARS.
+      Those of :func:`scale_by_mars`.
     """
     settings = locals()
-    checks.flag("optimize_1d", optimize_1d)
     return assembly.optimizer(
         "mars",
         scale_by_mars,
         settings,
-        vector_rule=None if optimize_1d else for_vectors(settings),
+        vector_rule=for_vectors(settings),
         state_type=MarsState,
         implementation=implementation,
     )

@@ -14,8 +14,6 @@ from mars_optax._src.variants import adamw
 class VarianceReducedState(State):
     """State of :func:`variance_reduced`; `inner_state` is that of `inner`."""
 
-    __slots__ = ()
-
 
 @named.named
 def variance_reduced(
@@ -44,13 +42,9 @@ def variance_reduced(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Any preconditioner on variance-reduced gradients: MARS as a framework.
 
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (\mathrm{inner}(\tilde c_t) + \lambda x_t)
-
-    for matrices, with the corrected and clipped gradient :math:`\tilde c_t` of
-    :func:`scale_by_mars`, and AdamW with the values `*_1d` for all other leaves. So
-    ``inner=optax.scale_by_adam(b1, b2)`` gives :func:`mars`.
+    For matrices :math:`x_{t+1} = x_t - \eta_t (\mathrm{inner}(\tilde c_t) + \lambda x_t)` with the
+    corrected and clipped gradient :math:`\tilde c_t` of :func:`scale_by_mars`, all other leaves by
+    AdamW with the values `*_1d`. So ``inner=optax.scale_by_adam(b1, b2)`` gives :func:`mars`.
 
     Args:
       inner: An Optax transformation that makes directions of gradients and does not change their
@@ -84,7 +78,6 @@ def variance_reduced(
     """
     settings = locals()
     checks.transformation("inner", inner)
-    checks.flag("optimize_1d", optimize_1d)
 
     def rule(weight_dimension_numbers: Any, correction: Any) -> named.Transformation:
         own = {"weight_dimension_numbers": weight_dimension_numbers, "correction": correction}
@@ -94,6 +87,6 @@ def variance_reduced(
         "variance_reduced",
         rule,
         settings,
-        vector_rule=None if optimize_1d else adamw.for_vectors(settings),
+        vector_rule=adamw.for_vectors(settings),
         state_type=VarianceReducedState,
     )

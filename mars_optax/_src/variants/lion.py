@@ -1,13 +1,12 @@
 """MARS-Lion: the sign of the momentum of the corrected gradient."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import assembly, checks, named, transformation, trees, types
+from mars_optax._src import assembly, named, transformation, types
 from mars_optax._src.adaptive import Gamma
 from mars_optax._src.leaf.momentum import momentum_step
 from mars_optax._src.states import MomentumState, State
@@ -16,8 +15,6 @@ from mars_optax._src.variants import adamw
 
 class ScaleByMarsLionState(MomentumState):
     """State of :func:`scale_by_mars_lion`."""
-
-    __slots__ = ()
 
 
 def lion_step(*arrays: Any, **scalars: Any) -> tuple[jax.Array, jax.Array]:
@@ -53,9 +50,8 @@ def scale_by_mars_lion(
     with sign(0) = 0, and z / abs(z) for complex numbers. There is one moving average and no bias
     correction, which a sign would not show; unlike :func:`optax.scale_by_lion` there is no second
     decay rate, whose interpolation the correction contains (Lemma 3.4 of the paper). The direction
-    :math:`u_t` has the sign of the gradient and the gradient's dtype.
-
-    At the first step both values of `first_step` give the same sign for :math:`k > -1`.
+    :math:`u_t` has the sign of the gradient and its dtype. At the first step both values of
+    `first_step` give the same sign for :math:`k > -1`.
 
     Args:
       weight_dimension_numbers: ... None: each leaf is clipped as a whole.
@@ -77,22 +73,13 @@ def scale_by_mars_lion(
       Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 3. Reference code:
       ``MARS/optimizers/mars.py``, ``mars_type="mars-lion"``, of https://github.com/AGI-Arena/MARS.
     """
-    settings = locals()
-    first = functools.partial(trees.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
-    return transformation.rule(
-        "scale_by_mars_lion",
-        ScaleByMarsLionState,
-        settings,
-        step=lion_step,
-        moments={"mu": first},
-        scalars=lambda count: {"b1": b1},
+    return transformation.momentum_rule(
+        "scale_by_mars_lion", ScaleByMarsLionState, locals(), step=lion_step
     )
 
 
 class MarsLionState(State):
     """State of :func:`mars_lion`."""
-
-    __slots__ = ()
 
 
 @named.named
@@ -122,14 +109,9 @@ def mars_lion(
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-Lion: sign descent on variance-reduced gradients.
 
-    Matrices are updated by
-
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (\mathrm{sign}(m_t) + \lambda x_t)
-
-    with the momentum :math:`m_t` of :func:`scale_by_mars_lion`, whose docstring has the equations
-    and the first step, and all other leaves by AdamW with the values `*_1d`.
+    Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (\mathrm{sign}(m_t) + \lambda x_t)` with
+    the momentum :math:`m_t` of :func:`scale_by_mars_lion`, whose docstring has the equations and
+    the first step, and all other leaves by AdamW with the values `*_1d`.
 
     Differences from the reference code: as for :func:`mars`, and there is no second moment, which
     is allocated there and stays zero.
@@ -142,28 +124,22 @@ def mars_lion(
     Examples:
       >>> import jax.numpy as jnp
       >>> import mars_optax
-      >>> import optax
-      >>> params = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]])}
+      >>> params = jnp.array([[1.0, -2.0], [3.0, 0.5]])
       >>> tx = mars_optax.mars_lion(learning_rate=0.1)
-      >>> state = tx.init(params)
-      >>> for _ in range(3):
-      ...     grads = params  # of half the sum of squares
-      ...     updates, state = tx.update(grads, state, params)
-      ...     params = optax.apply_updates(params, updates)
-      ...     print(f"{jnp.sum(params['kernel'] ** 2) / 2:.2f}", end=" ")
-      6.50 5.91 5.36
+      >>> updates, state = tx.update(params, tx.init(params), params)  # of half the sum of squares
+      >>> print(updates)
+      [[-0.1  0.1]
+       [-0.1 -0.1]]
 
     References:
-      Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 3. Reference code:
-      ``MARS/optimizers/mars.py``, ``mars_type="mars-lion"``, of https://github.com/AGI-Arena/MARS.
+      Those of :func:`scale_by_mars_lion`.
     """
     settings = locals()
-    checks.flag("optimize_1d", optimize_1d)
     return assembly.optimizer(
         "mars_lion",
         scale_by_mars_lion,
         settings,
-        vector_rule=None if optimize_1d else adamw.for_vectors(settings),
+        vector_rule=adamw.for_vectors(settings),
         state_type=MarsLionState,
         implementation=implementation,
     )

@@ -1,32 +1,18 @@
 """MARS-M: variance reduction for Muon as Moonlight has it."""
 
-import functools
-
 import jax
 import optax
 
-from mars_optax._src import (
-    assembly,
-    checks,
-    named,
-    orthogonalize,
-    partition,
-    row_normalization,
-    transformation,
-    trees,
-    types,
-)
+from mars_optax._src import assembly, checks, named, orthogonalize, partition, transformation, types
 from mars_optax._src.adaptive import Gamma
 from mars_optax._src.leaf import newton_schulz
-from mars_optax._src.leaf.momentum import momentum_step
+from mars_optax._src.row_normalization import normalize_rows
 from mars_optax._src.states import MomentumState, State
 from mars_optax._src.variants import adamw
 
 
 class ScaleByMarsMState(MomentumState):
     """State of :func:`scale_by_mars_m`."""
-
-    __slots__ = ()
 
 
 @named.named
@@ -60,19 +46,16 @@ def scale_by_mars_m(
       u_t = 0.2 \sqrt{\max(n_\mathrm{in}, n_\mathrm{out})} \; \mathrm{NewtonSchulz}(m_t)
 
     for each matrix (in, out): a leaf of rank 2, or each slice of a leaf whose axes are declared.
-    The factor gives the update the root mean square that AdamW's has, near 0.2, so that AdamW's
-    learning rates and decays are a start. The direction :math:`u_t` has the sign of the gradient
-    and the gradient's dtype; :func:`orthogonalize` tells what the iteration does.
+    The factor gives the update AdamW's root mean square, near 0.2, so that AdamW's learning rates
+    and decays are a start. The direction :math:`u_t` has the sign of the gradient and its dtype.
+    :func:`orthogonalize` describes the iteration. At the first step both values of `first_step`
+    give nearly the same direction, but not the same moving average.
 
-    At the first step both values of `first_step` give nearly the same direction, but not the same
-    moving average.
-
-    Differences from the reference code: each slice of a stack has its own norm, its own clip and
-    the factor of its own shape, where there one norm serves the whole stack and the factor comes
-    from its first two axes; the norm is taken before the cast to `ns_dtype`; a step of the
-    iteration is (a I + b A + c A A) X with :math:`A = X X^T`, there a X + (b A + c A A) X, which is
-    the same in exact arithmetic and rounds otherwise; b1 and `gamma` are read at every step, where
-    there their product is frozen at construction.
+    Differences from the reference code: each slice of a stack has its own norm, clip and factor,
+    where there one norm serves the whole stack and the factor comes from its first two axes; the
+    norm is taken before the cast to `ns_dtype`; a step of the iteration is (a I + b A + c A A) X
+    with :math:`A = X X^T`, there a X + (b A + c A A) X, which rounds otherwise; b1 and `gamma` are
+    read at every step, where there their product is frozen at construction.
 
     Args:
       weight_dimension_numbers: ... None: every leaf is a matrix (in, out) of rank 2.
@@ -100,33 +83,20 @@ def scale_by_mars_m(
       <https://arxiv.org/abs/2502.16982>`_, 2025, for the factor. Reference code:
       ``MARS_M/optimizers/mars_m.py`` of https://github.com/AGI-Arena/MARS.
     """
-    settings = locals()
+    settings, numbers = locals(), weight_dimension_numbers
     iteration = orthogonalize.Orthogonalization(
         ns_steps, ns_coeffs, ns_dtype, ns_precision, fn=newton_schulz_fn
     )
-    first = functools.partial(trees.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
-    numbers = weight_dimension_numbers
     inner = orthogonalize.transformation(iteration, newton_schulz.rms_factor, numbers)
     if row_b2 is not None:
         checks.decay_rate("row_b2", row_b2)
-        rows = row_normalization.normalize_rows(row_b2, weight_dimension_numbers=numbers)
+        rows = normalize_rows(row_b2, weight_dimension_numbers=numbers)
         inner = optax.chain(inner, rows)
-    return transformation.rule(
-        "scale_by_mars_m",
-        ScaleByMarsMState,
-        settings,
-        step=momentum_step,
-        moments={"mu": first},
-        scalars=lambda count: {"b1": b1},
-        inner=inner,
-        default=partition.matrix_at_rank_2,
-    )
+    return transformation.momentum_rule("scale_by_mars_m", ScaleByMarsMState, settings, inner=inner)
 
 
 class MarsMState(State):
     """State of :func:`mars_m`."""
-
-    __slots__ = ()
 
 
 @named.named
@@ -161,19 +131,13 @@ def mars_m(
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-M: Muon on variance-reduced gradients, at AdamW's scale of updates.
 
-    Matrices are updated by
+    Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
+    :math:`u_t` of :func:`scale_by_mars_m`, whose docstring has the equations, the first step and
+    the differences from the reference code. All other leaves are updated by AdamW with the values
+    `*_1d`.
 
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)
-
-    with the direction :math:`u_t` of :func:`scale_by_mars_m`, whose docstring has the equations,
-    the first step and the differences from the reference code. All other leaves are updated by
-    AdamW with the values `*_1d`.
-
-    A further difference: AdamW's epsilon is added after the bias correction, as in Optax and in
-    :func:`mars`; the reference's ``mars_m.py`` adds it before, which is an epsilon of
-    :math:`\varepsilon / \sqrt{1 - \beta_2^t}` here.
+    A further difference: AdamW's epsilon is added after the bias correction, as in Optax; in
+    ``mars_m.py`` before, which is one of :math:`\varepsilon / \sqrt{1 - \beta_2^t}` here.
 
     Args:
       weight_decay: ... It is multiplied by the learning rate alone, not by the factor of the
@@ -186,21 +150,14 @@ def mars_m(
     Examples:
       >>> import jax.numpy as jnp
       >>> import mars_optax
-      >>> import optax
       >>> params = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "bias": jnp.array([1.0, -1.0])}
       >>> tx = mars_optax.mars_m(learning_rate=0.1, ns_dtype="float32")
-      >>> state = tx.init(params)
-      >>> for _ in range(3):
-      ...     grads = params  # of half the sum of squares
-      ...     updates, state = tx.update(grads, state, params)
-      ...     params = optax.apply_updates(params, updates)
-      ...     print(f"{jnp.sum(params['kernel'] ** 2) / 2:.2f}", end=" ")
-      6.85 6.58 6.32
+      >>> updates, state = tx.update(params, tx.init(params), params)  # of half the sum of squares
+      >>> print(f"{updates['kernel'][0, 0]:.2f} {updates['bias'][0]:.2f}")
+      -0.02 -0.11
 
     References:
-      Liu et al., `MARS-M: When Variance Reduction Meets Matrices
-      <https://arxiv.org/abs/2510.21800>`_, 2025. Reference code: ``MARS_M/optimizers/mars_m.py`` of
-      https://github.com/AGI-Arena/MARS.
+      Those of :func:`scale_by_mars_m`.
     """
     settings = locals()
     return assembly.optimizer(

@@ -5,27 +5,15 @@ import functools
 import jax
 import optax
 
-from mars_optax._src import (
-    assembly,
-    checks,
-    named,
-    orthogonalize,
-    partition,
-    transformation,
-    trees,
-    types,
-)
+from mars_optax._src import assembly, checks, named, orthogonalize, partition, transformation, types
 from mars_optax._src.adaptive import Gamma
 from mars_optax._src.leaf import newton_schulz, precision
-from mars_optax._src.leaf.momentum import momentum_step
 from mars_optax._src.states import MomentumState, State
 from mars_optax._src.variants import adamw
 
 
 class ScaleByMarsShampooState(MomentumState):
     """State of :func:`scale_by_mars_shampoo`."""
-
-    __slots__ = ()
 
 
 @named.named
@@ -61,16 +49,12 @@ def scale_by_mars_shampoo(
 
     for each matrix (in, out): a leaf of rank 2, or each slice of a leaf whose axes are declared. A
     kernel and the transposed PyTorch weight get transposed updates. The direction :math:`u_t` has
-    the sign of the gradient and the gradient's dtype; :func:`orthogonalize` tells what the
-    iteration does.
-
-    At the first step both values of `first_step` give nearly the same direction, but not the same
-    moving average.
+    the sign of the gradient and its dtype. :func:`orthogonalize` describes the iteration. At the
+    first step both values of `first_step` give nearly the same direction, but not the same average.
 
     Differences: the clip is in the reference code, but not in the paper's Algorithm 4; a step of
     the iteration is (a I + b A + c A A) X with :math:`A = X X^T`, in the reference code
-    (a X + b A X) + c A (A X), which is the same in exact arithmetic and rounds otherwise; no second
-    moment is allocated.
+    (a X + b A X) + c A (A X), which rounds otherwise; no second moment is allocated.
 
     Args:
       weight_dimension_numbers: ... None: every leaf is a matrix (in, out) of rank 2.
@@ -104,29 +88,19 @@ def scale_by_mars_shampoo(
         ns_steps, ns_coeffs, ns_dtype, ns_precision, eps, newton_schulz_fn
     )
     checks.decay_rate("b1", b1)
-    first = functools.partial(trees.zeros, dtype=checks.recursive_dtype("mu_dtype", mu_dtype))
     inner = orthogonalize.transformation(
         iteration,
         newton_schulz.spectral_factor,
         weight_dimension_numbers,
         divisor=1 - precision.widen_scalar(b1),
     )
-    return transformation.rule(
-        "scale_by_mars_shampoo",
-        ScaleByMarsShampooState,
-        settings,
-        step=momentum_step,
-        moments={"mu": first},
-        scalars=lambda count: {"b1": b1},
-        inner=inner,
-        default=partition.matrix_at_rank_2,
+    return transformation.momentum_rule(
+        "scale_by_mars_shampoo", ScaleByMarsShampooState, settings, inner=inner
     )
 
 
 class MarsShampooState(State):
     """State of :func:`mars_shampoo`."""
-
-    __slots__ = ()
 
 
 @named.named
@@ -165,16 +139,10 @@ def mars_shampoo(
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-Shampoo: orthogonalized momentum of variance-reduced gradients.
 
-    Matrices are updated by
-
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)
-
-    with the direction :math:`u_t` of :func:`scale_by_mars_shampoo`, whose docstring has the
-    equations, the first step and the differences from the reference code. All other leaves are
-    updated by AdamW with the values `*_1d`; with `optimize_1d` by :func:`mars` with the main
-    values.
+    Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
+    :math:`u_t` of :func:`scale_by_mars_shampoo`, whose docstring has the equations, the first step
+    and the differences from the reference code. All other leaves are updated by AdamW with the
+    values `*_1d`; with `optimize_1d` by :func:`mars` with the main ones.
 
     Args:
       b2: Decay rate, in [0, 1), of the second moment of the other leaves under `optimize_1d`.
@@ -188,27 +156,20 @@ def mars_shampoo(
     Examples:
       >>> import jax.numpy as jnp
       >>> import mars_optax
-      >>> import optax
       >>> params = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "bias": jnp.array([1.0, -1.0])}
       >>> tx = mars_optax.mars_shampoo(learning_rate=0.1, ns_dtype="float32")
-      >>> state = tx.init(params)
-      >>> for _ in range(3):
-      ...     grads = params  # of half the sum of squares
-      ...     updates, state = tx.update(grads, state, params)
-      ...     params = optax.apply_updates(params, updates)
-      ...     print(f"{jnp.sum(params['kernel'] ** 2) / 2:.2f}", end=" ")
-      6.65 6.19 5.74
+      >>> updates, state = tx.update(params, tx.init(params), params)  # of half the sum of squares
+      >>> print(f"{updates['kernel'][0, 0]:.2f} {updates['bias'][0]:.2f}")
+      -0.03 -0.11
 
     References:
-      Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 4. Reference code:
-      ``MARS/optimizers/mars.py``, ``mars_type="mars-shampoo"``, of
-      https://github.com/AGI-Arena/MARS.
+      Those of :func:`scale_by_mars_shampoo`.
     """
     settings = locals()
     checks.flag("optimize_1d", optimize_1d)
     checks.non_negative("eps", eps)
     checks.decay_rate("b2", b2)
-    vector_rule = adamw.for_vectors(settings)
+    vector_rule = adamw.for_vectors({**settings, "optimize_1d": False})
     if optimize_1d:
         # The vectors' rule averages the squares of corrected gradients.
         checks.keeps_prev_grad(keep_prev_grad, "`optimize_1d`=True", "False")

@@ -1,11 +1,12 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner, alone and on corrected gradients."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mars_optax._src import (
@@ -59,12 +60,12 @@ def scale_by_soap(
     eps_root: jax.typing.ArrayLike = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     """The preconditioner of :func:`scale_by_mars_soap`, alone."""
+    beta = b2 if shampoo_beta is None else shampoo_beta
     checks.decay_rate("b1", b1)
     checks.decay_rate("b2", b2)
+    checks.decay_rate("shampoo_beta", beta)
     checks.non_negative("eps", eps)
     checks.non_negative("eps_root", eps_root)
-    beta = b2 if shampoo_beta is None else shampoo_beta
-    checks.decay_rate("shampoo_beta", beta)
     checks.static_integer("precondition_frequency", precondition_frequency, least=1)
     checks.static_integer("max_precond_dim", max_precond_dim, least=0)
     checks.flag("one_sided", one_sided)
@@ -72,13 +73,11 @@ def scale_by_soap(
     nu_dtype = checks.recursive_dtype("nu_dtype", nu_dtype)
     gram_dtype = checks.recursive_dtype("precondition_dtype", precondition_dtype)
     partition.check_spec(weight_dimension_numbers)
+    default, numbers = partition.matrix_at_rank_2, weight_dimension_numbers
+    axes_of = functools.partial(partition.resolve_axes, numbers, default=default)
 
-    def axes_of(tree: Any) -> Any:
-        return partition.resolve_axes(weight_dimension_numbers, tree, partition.matrix_at_rank_2)
-
-    def length(stack_shape: Sequence[int], side: int) -> int:
+    def length(fans: tuple[int, int], side: int) -> int:
         """That of a side of matrices, or 0 if it is not preconditioned."""
-        _, *fans = stack_shape
         is_left_out = one_sided and side != (fans[0] > fans[1])
         return 0 if is_left_out or fans[side] > max_precond_dim else fans[side]
 
@@ -97,25 +96,21 @@ def scale_by_soap(
                 # Made of zeros like the parameter, they lie on its devices.
                 zero = trees.zeros(p, dtype)
                 rows = jnp.sum(a.to_stack(mesh.whole(zero)), axis=2 - side)
-                rows = rows[:, : length(a.stack_shape(zero.shape), side)]
+                rows = rows[:, : length(a.fans(zero.shape), side)]
                 return rows[:, :, None] * rows[:, None, :]
 
             return jax.tree.map(on_leaf, params, axes)
 
-        return ScaleBySoapState(
-            jnp.zeros([], jnp.int32),
-            trees.zeros(params, mu_dtype),
-            trees.zeros(params, nu_dtype, averages_squares=True),
-            *(zeros(side) for side in (0, 1, 0, 1)),
-        )
+        mu, nu = trees.zeros(params, mu_dtype), trees.zeros(params, nu_dtype, averages_squares=True)
+        count = jnp.zeros([], jnp.int32)
+        return ScaleBySoapState(count, mu, nu, *(zeros(side) for side in (0, 1, 0, 1)))
 
     def advance(count: jax.Array, *row: jax.Array) -> tuple[jax.Array, ...]:
         """The direction of a stack, and its state before a change of the bases."""
         dtype = precision.compute_dtype(*row)
         x, mu, nu, left, right, *bases = (precision.widen(y, dtype) for y in row)
-        beta1, beta2, gram_beta, outside, inside = (
-            precision.widen_scalar(y, dtype) for y in (b1, b2, beta, eps, eps_root)
-        )
+        scalars = (precision.widen_scalar(y, dtype) for y in (b1, b2, beta, eps, eps_root))
+        beta1, beta2, gram_beta, outside, inside = scalars
         has_basis = any(basis.size for basis in bases)
         is_skipped = (count == 0) & has_basis
         step = jnp.maximum(count, 1) if has_basis else optax.safe_increment(count)
@@ -125,45 +120,38 @@ def scale_by_soap(
         mu_hat = _rotated(mu, *bases) / bias_correction(beta1, step).astype(dtype)
         nu_hat = nu / bias_correction(beta2, step).astype(dtype)
         direction = _rotated(mu_hat / (root(nu_hat + inside) + outside), *map(_adjoint, bases))
-        left, right = (
-            _invariant(gram_beta * gram + (1 - gram_beta) * _matmul(y, _adjoint(y)), gram)
-            if gram.size
-            else gram
-            for gram, y in ((left, x), (right, _adjoint(x)))
-        )
-        return jnp.where(is_skipped, 0, direction), mu, nu, left, right, *bases
+        grams = []
+        for gram, y in ((left, x), (right, _adjoint(x))):
+            if gram.size:
+                average = gram_beta * gram + (1 - gram_beta) * _matmul(y, _adjoint(y))
+                gram = _invariant(average, gram)
+            grams.append(gram)
+        return jnp.where(is_skipped, 0, direction), mu, nu, *grams, *bases
 
-    def update_fn(
-        updates: optax.Updates,
-        state: ScaleBySoapState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ScaleBySoapState]:
-        del params
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         checks.state_type(state, ScaleBySoapState, "scale_by_soap")
         checks.gradients(updates, state.mu, "`state.mu`")
         checks.state_fields(state, {"nu": updates}, "scale_by_soap")
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
-        specs = in_shard_map.specs_of(extra_args, updates)
-        table: Any = trees.rows((updates, axes_of(updates), specs))
-        layouts = [_layout(path, *row) for path, row in zip(paths, table, strict=True)]
-        shapes = [layout.axes.stack_shape(layout.shape) for layout in layouts]
+        layouts = in_shard_map.layouts(updates, axes_of(updates), extra_args, "SOAP")
+        stacks = [
+            [layout.axes.to_stack(mesh.whole(layout.whole(jnp.asarray(x)))) for x in row]
+            for layout, row in zip(layouts, trees.rows((updates, state.mu, state.nu)), strict=True)
+        ]
+        where, advice = "these settings", "Pass the state that `init` made with these settings."
         for i, field in enumerate(state._fields[3:]):
-            struct: Any = jax.ShapeDtypeStruct  # untyped in JAX
-            squares = [struct((s[0], *2 * [length(s, i % 2)]), "float32") for s in shapes]
+            sides = [(len(x), length(x.shape[1:], i % 2)) for x, *_ in stacks]
+            squares = [np.broadcast_to(0.0, (slices, n, n)) for slices, n in sides]
             wanted = jax.tree.unflatten(jax.tree.structure(updates), squares)
-            advice = "Pass the state that `init` made with these settings."
-            got = getattr(state, field)
-            checks.same_shapes(f"state.{field}", got, wanted, "these settings", advice)
+            checks.same_shapes(f"state.{field}", getattr(state, field), wanted, where, advice)
         table = trees.rows((updates, *state[1:]))
         rows = [
-            advance(state.count, *map(layout.stack, row[:3]), *row[3:])
-            for layout, row in zip(layouts, table, strict=True)
+            advance(state.count, *mine, *row[3:]) for mine, row in zip(stacks, table, strict=True)
         ]
         changed = _changed([row[2:] for row in rows], state.count, precondition_frequency)
         results = []
         for layout, old, row, new in zip(layouts, table, rows, changed, strict=True):
-            direction, *moments = map(layout.leaf, (*row[:2], new[0]), old)
+            pairs = zip((*row[:2], new[0]), old, strict=False)
+            direction, *moments = (_leaf(layout, *pair) for pair in pairs)
             kept = zip((*moments, *new[1:]), old[1:], strict=True)
             results.append((direction, *(x.astype(y.dtype) for x, y in kept)))
         direction, *fields = trees.unzip(results, (updates, *state[1:]))
@@ -172,30 +160,13 @@ def scale_by_soap(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-class _Layout(NamedTuple):
-    """How the matrices of a leaf become a stack in which they are whole, and back."""
-
-    axes: partition.Axes
-    dims: tuple[int, ...]  # those of a matrix
-    names: list[Any]  # inside a shard_map, the mesh axes that divide each
-    shape: tuple[int, ...]  # of the leaf with whole matrices
-
-    def stack(self, x: jax.Array) -> jax.Array:
-        whole = mesh.gathered(jnp.asarray(x), self.dims, self.names)
-        return self.axes.to_stack(mesh.whole(whole))
-
-    def leaf(self, stack: jax.Array, like: jax.Array) -> jax.Array:
-        whole = self.axes.from_stack(stack, self.shape)
-        x = mesh.laid_out(mesh.part(whole, self.dims, self.names), like)
-        # On automatic axes the operand that is never chosen says where the result is to lie.
-        like = like if jnp.iscomplexobj(x) else jnp.real(like)
-        return jnp.where(jnp.zeros_like(like, dtype=bool), like.astype(x.dtype), x)
-
-
-def _layout(path: tuple[Any, ...], x: Any, axes: partition.Axes, spec: Any) -> _Layout:
-    dims = axes.reduction + axes.output
-    names = in_shard_map.sharded(x, spec, dims, path, "SOAP")
-    return _Layout(axes, dims, names, jnp.shape(mesh.gathered(x, dims, names)))
+def _leaf(layout: in_shard_map.Layout, stack: jax.Array, like: jax.Array) -> jax.Array:
+    """A device's part of a leaf, like another, from a stack of its matrices."""
+    whole = layout.axes.from_stack(stack, layout.whole(like).shape)
+    x = mesh.laid_out(layout.part(whole), like)
+    # On automatic axes the operand that is never chosen says where the result is to lie.
+    like = like if jnp.iscomplexobj(x) else jnp.real(like)
+    return jnp.where(jnp.zeros_like(like, dtype=bool), like.astype(x.dtype), x)
 
 
 def _invariant(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -204,11 +175,7 @@ def _invariant(x: jax.Array, like: jax.Array) -> jax.Array:
     In a shard_map the type of what was gathered does not say that it is equal on all devices.
     """
     names = tuple(sorted(mesh.varying(x) - mesh.varying(like)))
-    if not names:
-        return x
-    total: Any = jax.lax.psum  # untyped in JAX
-    result: jax.Array = total(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names)
-    return result
+    return jax.lax.psum(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names) if names else x
 
 
 def _adjoint(x: jax.Array) -> jax.Array:
@@ -265,8 +232,6 @@ def _changed(rows: Any, count: jax.Array, frequency: int) -> Any:
 class ScaleByMarsSoapState(State):
     """State of :func:`scale_by_mars_soap`; `inner_state` is a :class:`ScaleBySoapState`."""
 
-    __slots__ = ()
-
 
 @named.named
 def scale_by_mars_soap(
@@ -308,10 +273,10 @@ def scale_by_mars_soap(
     not preconditioned has the identity for a basis; without any, this is :func:`scale_by_mars`.
 
     As in the reference code the first step only finds the bases, by an eigendecomposition of
-    :math:`L_1` and :math:`R_1`. Its direction is 0, and :math:`m_1 = v_1 = 0`: in its own
-    eigenbasis the first gradient is diagonal, and Adam would bring what rounding leaves beside the
-    diagonal to the size of the rest. Until enough gradients have come, eigenvectors of 0 are
-    arbitrary, and with them the directions: those of two devices or programs may differ.
+    :math:`L_1` and :math:`R_1`; its direction, :math:`m_1` and :math:`v_1` are 0. In its own
+    eigenbasis the first gradient is diagonal, and Adam would bring what rounding leaves beside that
+    to the size of the rest. Until enough gradients have come, eigenvectors of 0 are arbitrary, and
+    with them the directions: those of two devices or programs may differ.
 
     Args:
       weight_dimension_numbers: ... None: every leaf is a matrix (in, out) of rank 2.
@@ -354,8 +319,6 @@ def scale_by_mars_soap(
 class MarsSoapState(State):
     """State of :func:`mars_soap`; `inner_state` is a :class:`ScaleBySoapState`."""
 
-    __slots__ = ()
-
 
 @named.named
 def mars_soap(
@@ -390,15 +353,10 @@ def mars_soap(
 ) -> optax.GradientTransformationExtraArgs:
     r"""MARS-SOAP: Adam in Shampoo's eigenbasis, on variance-reduced gradients.
 
-    Matrices are updated by
-
-    .. math::
-
-      x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)
-
-    with the direction :math:`u_t` of :func:`scale_by_mars_soap`, whose docstring has the equations
-    and the first step, which moves no matrix but by its decay. All other leaves are updated by
-    AdamW with the values `*_1d`.
+    Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
+    :math:`u_t` of :func:`scale_by_mars_soap`, whose docstring has the equations and the first step,
+    which moves no matrix but by its decay. All other leaves are updated by AdamW with the values
+    `*_1d`.
 
     Args:
       weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings and output layers are
@@ -409,8 +367,7 @@ def mars_soap(
     Examples:
       >>> import jax.numpy as jnp
       >>> import mars_optax
-      >>> import optax
-      >>> params = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "bias": jnp.array([1.0, -1.0])}
+      >>> params = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]])}
       >>> tx = mars_optax.mars_soap(learning_rate=0.1)
       >>> state = tx.init(params)
       >>> for _ in range(3):
@@ -420,9 +377,8 @@ def mars_soap(
       7.1 6.6 6.1
 
     References:
-      Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
-      <https://arxiv.org/abs/2409.11321>`_, 2024. Yuan et al., `MARS
-      <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 1, whose preconditioner is arbitrary.
+      Those of :func:`scale_by_mars_soap`. Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_,
+      2025, Algorithm 1, whose preconditioner is arbitrary.
     """
     settings = locals()
     return assembly.optimizer(

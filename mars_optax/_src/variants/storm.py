@@ -1,6 +1,6 @@
 """STORM-AdamW: AdamW on the recursive gradient estimator of STORM."""
 
-from typing import Any, Final
+from typing import Any
 
 import jax
 import optax
@@ -12,8 +12,6 @@ from mars_optax._src.variants import adamw
 
 class StormAdamwState(State):
     """State of :func:`storm_adamw`."""
-
-    __slots__ = ()
 
 
 @named.named
@@ -40,11 +38,9 @@ def storm_adamw(
     with :math:`g_t` the gradient of this batch at the parameters and :math:`g'_t` that of *the same
     batch at the previous parameters*, takes the place of the gradient in AdamW, for every leaf. The
     second evaluation is the point: with the stored gradient of the previous step in its place,
-    :math:`c_t - g_t = (1-\gamma_t)(c_{t-1} - g_{t-1}) = \dots = 0`, and nothing is estimated.
-
-    With ``gamma=1`` it is :func:`optax.adamw`. Each step evaluates two gradients; the state keeps
-    the previous parameters and :math:`c_{t-1}`, two buffers more than AdamW's, and its dtypes never
-    change. At the first step :math:`c_1 = g_1`.
+    :math:`c_t - g_t = (1-\gamma_t)(c_{t-1} - g_{t-1}) = \dots = 0`, and nothing is estimated. Each
+    step evaluates two gradients; the state keeps the previous parameters and :math:`c_{t-1}`, two
+    buffers more than AdamW's. With ``gamma=1`` it is :func:`optax.adamw`.
 
     Args:
       gamma: Weight :math:`\gamma_t` of the fresh gradient, usually in (0, 1]; a number or a
@@ -63,17 +59,14 @@ def storm_adamw(
       gradients of this step's batch.
 
     Examples:
-      >>> import jax
       >>> import jax.numpy as jnp
       >>> import mars_optax
       >>> import optax
-      >>> def loss(params, batch):
-      ...     return jnp.mean(jnp.square(params - batch))
       >>> params = jnp.zeros(2)
       >>> tx = mars_optax.storm_adamw(0.1, gamma=0.2)
       >>> state = tx.init(params)
-      >>> for batch in (jnp.array([1.0, 2.0]), jnp.array([3.0, 2.0]), jnp.array([2.0, 2.0])):
-      ...     grad_fn = lambda p: jax.grad(loss)(p, batch)
+      >>> for batch in (1.0, 3.0, 2.0):
+      ...     grad_fn = lambda p: p - batch  # of half the sum of squares
       ...     updates, state = tx.update(grad_fn(params), state, params, grad_fn=grad_fn)
       ...     params = optax.apply_updates(params, updates)
       ...     print(f"{params[0]:.3f}", end=" ")
@@ -84,7 +77,8 @@ def storm_adamw(
       <https://arxiv.org/abs/1905.10018>`_, 2019: the estimator is that of Algorithm 1 (STORM), with
       :math:`\gamma` for its :math:`a`.
     """
-    settings = {**locals(), **_FIXED}
+    settings = {**locals(), "correction": "storm", "max_norm": None}
+    settings["weight_dimension_numbers"] = None
     checks.flag("nesterov", nesterov)
 
     def rule(weight_dimension_numbers: Any = None, correction: Any = None) -> Any:
@@ -92,10 +86,3 @@ def storm_adamw(
         return adamw.rule("storm_adamw", {**settings, **own}, nesterov=nesterov)
 
     return assembly.optimizer("storm_adamw", rule, settings, state_type=StormAdamwState)
-
-
-_FIXED: Final = {
-    "correction": "storm",
-    "max_norm": None,
-    "weight_dimension_numbers": None,
-}
