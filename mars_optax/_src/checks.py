@@ -310,6 +310,16 @@ def state_fields(
                 )
 
 
+def inner_state(new: Any, old: Any, name: str) -> None:
+    """A preconditioner got a state of its own."""
+    got, expected = (len(jax.tree.leaves(x)) for x in (old, new))
+    if got != expected:
+        raise ValueError(
+            f"`state.inner_state`: expected {expected} arrays, as the preconditioner of `{name}` "
+            f"with these settings has them, got {got}. {_STATE_ADVICE}"
+        )
+
+
 _STATE_ADVICE = (
     "Pass the state that `init` made with these settings, or begin with a new one: that of another "
     "optimizer or other settings cannot be continued."

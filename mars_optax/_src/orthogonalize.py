@@ -95,7 +95,7 @@ def transformation(
             layout.part(y * factor(*layout.axes.fans(y.shape)))
             for layout, y in zip(layouts, results, strict=True)
         ]
-        return jax.tree.unflatten(treedef, directions), state
+        return jax.tree.unflatten(treedef, directions), optax.EmptyState()
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 

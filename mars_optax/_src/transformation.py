@@ -102,7 +102,12 @@ def rule(
         )
         if inner is not None:
             result, new = inner.update(result, state.inner_state, params, **extra_args)
-            fields["inner_state"] = optax.tree.cast_like(new, state.inner_state)
+            checks.inner_state(new, state.inner_state, name)
+            # Of the old one's structure: metadata in the nodes of gradients may differ.
+            old, treedef = jax.tree.flatten(state.inner_state)
+            leaves = zip(jax.tree.leaves(new), old, strict=True)
+            kept_dtypes = [x.astype(jnp.result_type(y)) for x, y in leaves]
+            fields["inner_state"] = jax.tree.unflatten(treedef, kept_dtypes)
             result = result if finish is None else finish.tree(result)
         moved = dict(zip(moments, new_moments, strict=True))
         return result, state_type(count=count, **fields, **moved)

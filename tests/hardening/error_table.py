@@ -498,7 +498,8 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         GRADS,
-        "The tree of the gradients (the result of `grad_fn`, `anchor_grad`, updates) has other leaves.",
+        "The tree of the gradients (the result of `grad_fn`, `anchor_grad`, updates) has other "
+        "leaves.",
         "The message names the first leaf that is missing, or not expected; `refresh_anchor` needs "
         "an `anchor_grad`.",
         "got no leaf 'layer/bias'",
@@ -551,8 +552,8 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         GRADS,
-        "`grad_fn` returns gradients (`anchor_grad` is, `stochastic_apply_updates` gets updates) of "
-        "another shape.",
+        "`grad_fn` returns gradients (`anchor_grad` is, `stochastic_apply_updates` gets updates) "
+        "of another shape.",
         "They have the parameters' shapes; a mean over the batch is taken before.",
         "got (1,)",
         lambda: _update(_mars(0.1, **_EXACT), grad_fn=lambda p: _with_bias(jnp.ones(1))),
@@ -591,6 +592,13 @@ EXAMPLES: tuple[Example, ...] = (
         _BEGIN,
         "got `ScaleByMarsState`",
         lambda: _update(mars_optax.scale_by_mars_lion(), _scale()),
+    ),
+    Example(
+        STATE,
+        "The state of a preconditioner is another's: `inner` or `row_b2` was changed.",
+        _BEGIN,
+        "got 1",
+        lambda: _update(mars_optax.mars_m(0.1), mars_optax.mars_m(0.1, row_b2=0.9)),
     ),
     Example(
         STATE,

@@ -27,6 +27,7 @@ _FURTHER: dict[str, Callable[[], Any]] = {
     "weight_decay": lambda: mars_optax.mars(0.1, weight_decay="0.1"),
     "weight_decay_1d": lambda: mars_optax.mars_m(0.1, weight_decay_1d="0.1"),
     "optimize_1d": lambda: mars_optax.mars_lion(0.1, optimize_1d=None),
+    "row_b2": lambda: mars_optax.mars_m(0.1, row_b2=1.0),
     "shampoo_beta": lambda: mars_optax.mars_soap(0.1, shampoo_beta=1.0),
     "max_precond_dim": lambda: mars_optax.mars_soap(0.1, max_precond_dim=jnp.asarray(8)),
     "one_sided": lambda: mars_optax.mars_soap(0.1, one_sided="left"),
