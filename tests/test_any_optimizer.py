@@ -145,7 +145,7 @@ class VarianceReducedTest(parameterized.TestCase):
 
         def update(updates, state, params=None, **extra_args):
             seen.append((updates, params, extra_args["value"]))
-            return updates, jax.tree.map(lambda x: x + 0.1, state)
+            return updates, jax.tree.map(lambda x: x.astype("float32") + 0.1, state)
 
         def init(params):
             return {"sums": jax.tree.map(lambda p: jnp.zeros(len(p), p.dtype), params)}

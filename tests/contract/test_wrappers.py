@@ -105,7 +105,12 @@ class SubsetTest(parameterized.TestCase):
     def test_frozen_leaves_have_no_state_and_change_no_other_leaf(self, entry: registry.Entry):
         self._check_frozen(entry, 0)
 
-    @parameterized.named_parameters(*registry.select(where=_keeps_leaves_apart))
+    # An average of the kernel's rows has the bias's shape, by which a frozen bias is looked for.
+    @parameterized.named_parameters(
+        *registry.select(
+            where=lambda entry: _keeps_leaves_apart(entry) and not entry.name.endswith("_factored")
+        )
+    )
     @pytest.mark.slow
     def test_any_leaf_may_be_the_frozen_one(self, entry: registry.Entry):
         for frozen in range(1, len(jax.tree.leaves(entry.params()))):

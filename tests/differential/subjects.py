@@ -141,9 +141,6 @@ _ALONE = {
     "keep_prev_grad": False,
 }
 _EIGHT_BITS = {"prev_grad_dtype": "float8_e4m3fn"}
-_VARIANCE_REDUCED = functools.partial(mars_optax.variance_reduced, optax.scale_by_adam(0.95, 0.99))
-# The shorter side of a matrix has no null space, whose basis could be any.
-_SOAP = {"one_sided": True, "precondition_frequency": 2}
 
 OURS = (
     Subject("mars", mars_optax.mars),
@@ -154,8 +151,6 @@ OURS = (
     Subject("mars_exact", mars_optax.mars, {"correction": "exact"}, slow=True, evaluates=True),
     Subject("mars_without_prev_grad", mars_optax.mars, _ALONE, slow=True),
     Subject("mars_m_8_bits", mars_optax.mars_m, _EIGHT_BITS, slow=True, tolerance=_BFLOAT16),
-    Subject("mars_soap", mars_optax.mars_soap, _SOAP, slow=True),
-    Subject("variance_reduced", _VARIANCE_REDUCED, slow=True),
     Subject("scale_by_mars", _scale_by_mars, slow=True),
     Subject("links", _links, slow=True),
 )

@@ -202,7 +202,7 @@ _LEAF: Final = (
         "mu = optax.tree.update_moment(c, mu, b1, 1)",
         "mu = optax.tree.update_moment(c, mu, 1 - b1, 1)",
         "b1 and 1 - b1 are exchanged in the momentum",
-        (LION_4,),
+        (MARS_M_3,),
     ),
     Mutant(
         "direction_of_gradient",
