@@ -105,7 +105,8 @@ def elementwise(
     chosen: Sequence[int] = ()
     message = None
     if implementation == "pallas":
-        _require_kernels(leaves)
+        if reason := next(filter(None, [_refusal(), *map(_obstacle, leaves)]), None):
+            raise NotImplementedError(_message(reason))
         chosen, message = _kernels().all_but_huge(leaves), _message
     elif implementation is None and kernels_pay([x for y in leaves for x in y.operands]):
         known = {i: x for i, x in enumerate(leaves) if x.factor is None and not _unknown(x)}
@@ -194,16 +195,12 @@ def _unknown(leaf: Any) -> set[str]:
     return set(leaf.dtypes) - _DTYPES
 
 
-def _require_kernels(leaves: Sequence[Leaf]) -> None:
-    """Raises with the reason where kernels were asked for and cannot run."""
-    reason = _refusal()
-    for leaf in leaves:
-        if not leaf.has_plain_factor:
-            reason = reason or "a leaf has a gamma for each of its matrices, which no kernel knows"
-        if other := _unknown(leaf):
-            reason = reason or f"a leaf is kept or computed in {min(other)}, not in 16 or 32 bits"
-    if reason:
-        raise NotImplementedError(_message(reason))
+def _obstacle(leaf: Leaf) -> str | None:
+    """Why there is no kernel for a leaf."""
+    if not leaf.has_plain_factor:
+        return "a leaf has a gamma for each of its matrices, which no kernel knows"
+    other = _unknown(leaf)
+    return f"a leaf is kept or computed in {min(other)}, not in 16 or 32 bits" if other else None
 
 
 def _message(reason: str) -> str:
