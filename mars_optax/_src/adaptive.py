@@ -95,7 +95,7 @@ class AdaptiveGamma:
         """The state of one leaf."""
         buffer = trees.zeros_like(p, precision.storage_dtype(p))
         # Made as in every later step, they lie on a mesh as those do.
-        zero = precision.widen(buffer)
+        zero = precision.upcast(buffer)
         averages = clipping.inner(zero, zero, norm_axes)
         return AdaptiveGammaState(averages, averages, buffer, buffer)
 
@@ -109,7 +109,7 @@ class AdaptiveGamma:
         self, state: AdaptiveGammaState, unseen: jax.Array, norm_axes: tuple[int, ...]
     ) -> tuple[jax.Array, jax.Array]:
         """<w, f - a> and |w|^2 of a step, of what this device has of each matrix."""
-        w, a = precision.widen(state.effect), precision.widen(state.plain)
+        w, a = precision.upcast(state.effect), precision.upcast(state.plain)
         return clipping.inner(w, unseen - a, norm_axes), clipping.inner(w, w, norm_axes)
 
     def advance(
@@ -121,7 +121,7 @@ class AdaptiveGamma:
         b1: Any,
     ) -> AdaptiveGammaState:
         """The state after a step with these products and gradients."""
-        w, a = precision.widen(state.effect), precision.widen(state.plain)
+        w, a = precision.upcast(state.effect), precision.upcast(state.plain)
         cross, square = (
             self.decay * old + (1 - self.decay) * x
             for old, x in zip(state[:2], products, strict=True)

@@ -181,7 +181,7 @@ class Estimator:
             "prev_params": lambda: trees.copies(params, params),
             "prev_corrected": lambda: trees.zeros(params, self.dtype),
             "gamma_state": lambda: jax.tree.map(
-                lambda p, a: self.gamma.init(p, a.of_one_norm), params, axes
+                lambda p, a: self.gamma.init(p, a.norm_axes), params, axes
             ),
         }
         return {field: made[field]() if is_kept else None for field, is_kept in self.kept.items()}
@@ -236,7 +236,7 @@ class Estimator:
             return Estimate(None, 0.0), fields
         if not self.keep_prev_grad:
             next_k = self.coefficient(optax.safe_increment(state.count))
-            next_gamma = next_k * (1 - precision.widen_scalar(self.b1)) / _divisor(self.b1)
+            next_gamma = next_k * (1 - precision.upcast_scalar(self.b1)) / _divisor(self.b1)
             return Estimate(None, self.coefficient(state.count), next_gamma=next_gamma), fields
         if self.correction == "approx":
             prev_grad = stored_gradients(state)
@@ -334,7 +334,7 @@ class Estimator:
         unseen = updates if self.correction == "approx" else prev_grad
         rows = trees.rows((updates, prev_grad, unseen, axes, state.gamma_state))
         products = [
-            self.gamma.products(its, precision.widen(f), a.of_one_norm) for _, _, f, a, its in rows
+            self.gamma.products(its, precision.upcast(f), a.norm_axes) for _, _, f, a, its in rows
         ]
         specs = in_shard_map.specs_of(extra_args, updates)
         summed = [
@@ -344,7 +344,7 @@ class Estimator:
         k, states = [], []
         for (g, p, _, _, its), *both in zip(rows, *summed, strict=True):
             k.append(correction.correction_coefficient(self.gamma.gamma(its), self.b1))
-            states.append(self.gamma.advance(its, both, g, p, precision.widen_scalar(self.b1)))
+            states.append(self.gamma.advance(its, both, g, p, precision.upcast_scalar(self.b1)))
         treedef: Any = jax.tree.structure(updates)
         return treedef.unflatten(k), prev_grad, treedef.unflatten(states)
 
@@ -352,21 +352,21 @@ class Estimator:
 def _corrected(grad: Any, prev_grad: Any, estimate: Any, k: Any) -> jax.Array:
     """The corrected gradient in at least float32."""
     dtype = precision.compute_dtype(grad, prev_grad, estimate)
-    grad, prev_grad, estimate = (precision.widen(x, dtype) for x in (grad, prev_grad, estimate))
-    k = precision.widen_scalar(k, dtype)
+    grad, prev_grad, estimate = (precision.upcast(x, dtype) for x in (grad, prev_grad, estimate))
+    k = precision.upcast_scalar(k, dtype)
     return correction.corrected_gradient(grad, prev_grad, k, estimate)
 
 
 def _at(value: Any, count: jax.Array) -> Any:
     """A hyperparameter at a step, counted from 0, in at least float32."""
-    return precision.widen_scalar(value(count) if callable(value) else value)
+    return precision.upcast_scalar(value(count) if callable(value) else value)
 
 
 def _divisor(b1: Any) -> Any:
     """B1, or 1 where it is 0, so that what is divided, which is 0 then, stays that."""
     if isinstance(b1, int | float):
         return b1 or 1
-    b1 = precision.widen_scalar(b1)
+    b1 = precision.upcast_scalar(b1)
     return jnp.where(b1 == 0, 1, b1)
 
 

@@ -108,7 +108,7 @@ def elementwise(
         if reason := next(filter(None, [_refusal(), *map(_obstacle, leaves)]), None):
             raise NotImplementedError(_message(reason))
         chosen, message = _kernels().all_but_huge(leaves), _message
-    elif implementation is None and kernels_pay([x for y in leaves for x in y.operands]):
+    elif implementation is None and kernels_are_faster([x for y in leaves for x in y.operands]):
         known = {i: x for i, x in enumerate(leaves) if x.factor is None and not _unknown(x)}
         chosen = _kernels().small_and_many(known)
     return _divided("elementwise", fn, leaves, scalars, chosen, _by_xla, message)
@@ -129,12 +129,12 @@ def squares(
     known = {i: x for i, x in enumerate(leaves) if x.dtype == jnp.float32 and not _unknown(x)}
     if implementation == "pallas" and can_run() and mesh.is_plain(operands):
         chosen = _kernels().whole_blocks(known)
-    elif implementation is None and kernels_pay(operands):
+    elif implementation is None and kernels_are_faster(operands):
         chosen = _kernels().large(known)
     return _divided("squares", fn, leaves, scalars, chosen, _squares_by_xla)
 
 
-def kernels_pay(operands: Sequence[Any]) -> bool:
+def kernels_are_faster(operands: Sequence[Any]) -> bool:
     """Whether this process runs on the one device for which kernels were measured to be faster.
 
     On several devices the leaves of a call would have to be sharded alike to be small and many.
