@@ -99,7 +99,7 @@ class AdaptiveGamma:
         plain, effect = trees.zeros(params), trees.zeros(params)
         # Made as in every later step, they lie on a mesh as those do.
         cross, square = (
-            jax.tree.map(lambda x, a: clipping.squares(precision.widen(x), a.of_one_norm), x, axes)
+            jax.tree.map(lambda x, a: clipping.squares(precision.upcast(x), a.norm_axes), x, axes)
             for x in (plain, effect)
         )
         return AdaptiveGammaState(cross, square, plain, effect)
@@ -125,7 +125,7 @@ class AdaptiveGamma:
     ) -> Any:
         """The state after a step; `inner` takes inner products over each matrix of two trees."""
         given = (state.plain, state.effect, grads, prev_grads, unseen)
-        a, w, grads, prev_grads, unseen = (jax.tree.map(precision.widen, x) for x in given)
+        a, w, grads, prev_grads, unseen = (jax.tree.map(precision.upcast, x) for x in given)
         products = inner(w, jax.tree.map(jnp.subtract, unseen, a)), inner(w, w)
 
         def average(old: jax.Array, x: jax.Array, *both: jax.Array) -> jax.Array:

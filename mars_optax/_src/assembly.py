@@ -79,7 +79,7 @@ def optimizer(
         values = rates[f"learning_rate{suffix}"], rates[f"weight_decay{suffix}"]
         if isinstance(values[1], int | float) and values[1] == 0:
             decays = jax.tree.map(lambda _: False, decays)
-        rate, decay = (precision.widen_scalar(x(count) if callable(x) else x) for x in values)
+        rate, decay = (precision.upcast_scalar(x(count) if callable(x) else x) for x in values)
         return run.Finish(params, -rate, decay, decays)
 
     def decays_of(tree: Any) -> Any:
@@ -146,12 +146,12 @@ def optimizer(
             return finish.updates(directions), state
 
         # Decay and learning rate, too, are applied in at least float32, and rounded once.
-        wide = jax.tree.map(precision.widen, updates)
+        wide = jax.tree.map(precision.upcast, updates)
         result, new_state = advance(step, wide, state, params, extra_args)
-        return trees.narrow(result, like), new_state
+        return trees.cast_like(result, like), new_state
 
     def step_fn(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
-        pays = implementation is None and execute.kernels_pay(jax.tree.leaves(updates))
+        pays = implementation is None and execute.kernels_are_faster(jax.tree.leaves(updates))
         if implementation != "pallas" and not pays:
             updates, state = update_fn(updates, state, params, **extra_args)
             return optax.apply_updates(params, updates), state

@@ -95,7 +95,7 @@ def diagnose(
             if rule is not None:
                 value = values[path].astype(jnp.float32)
                 gammas, matrices = gammas + jnp.sum(value), matrices + value.size
-            k = precision.widen_scalar(correction.correction_coefficient(value, b1), jnp.float32)
+            k = precision.upcast_scalar(correction.correction_coefficient(value, b1), jnp.float32)
             c = correction.corrected_gradient(g, p, k)
             squares = _inner(c, c)
             g_g, p_p, g_p = g_g + _inner(g, g), p_p + _inner(p, p), g_p + _inner(g, p)
@@ -119,7 +119,7 @@ def diagnose(
 
 
 def _float32(x: Any) -> jax.Array:
-    wide = precision.widen(x)
+    wide = precision.upcast(x)
     return wide.astype(jnp.complex64 if jnp.iscomplexobj(wide) else jnp.float32)
 
 

@@ -228,7 +228,7 @@ class Estimator:
             return Estimate(None, 0.0), fields
         if not self.keep_prev_grad:
             next_k = self.coefficient(optax.safe_increment(state.count))
-            next_gamma = next_k * (1 - precision.widen_scalar(self.b1)) / _divisor(self.b1)
+            next_gamma = next_k * (1 - precision.upcast_scalar(self.b1)) / _divisor(self.b1)
             return Estimate(None, self.coefficient(state.count), next_gamma=next_gamma), fields
         if self.correction == "approx":
             prev_grad = stored_gradients(state)
@@ -327,11 +327,11 @@ class Estimator:
 
         def inner(x: Any, y: Any) -> Any:
             rows = trees.rows((x, y, axes))
-            parts = [clipping.inner(p, q, a.of_one_norm) for p, q, a in rows]
+            parts = [clipping.inner(p, q, a.norm_axes) for p, q, a in rows]
             summed = in_shard_map.sum_parts(parts, updates, axes, specs)
             return jax.tree.unflatten(jax.tree.structure(x), summed)
 
-        b1 = precision.widen_scalar(self.b1)
+        b1 = precision.upcast_scalar(self.b1)
         gammas = self.gamma.gammas(old)
         k = jax.tree.map(lambda gamma: correction.correction_coefficient(gamma, b1), gammas)
         return k, prev_grad, self.gamma.advance(old, updates, prev_grad, unseen, b1, inner)
@@ -340,21 +340,21 @@ class Estimator:
 def _corrected(grad: Any, prev_grad: Any, estimate: Any, k: Any) -> jax.Array:
     """The corrected gradient in at least float32."""
     dtype = precision.compute_dtype(grad, prev_grad, estimate)
-    grad, prev_grad, estimate = (precision.widen(x, dtype) for x in (grad, prev_grad, estimate))
-    k = precision.widen_scalar(k, dtype)
+    grad, prev_grad, estimate = (precision.upcast(x, dtype) for x in (grad, prev_grad, estimate))
+    k = precision.upcast_scalar(k, dtype)
     return correction.corrected_gradient(grad, prev_grad, k, estimate)
 
 
 def _at(value: Any, count: jax.Array) -> Any:
     """A hyperparameter at a step, counted from 0, in at least float32."""
-    return precision.widen_scalar(value(count) if callable(value) else value)
+    return precision.upcast_scalar(value(count) if callable(value) else value)
 
 
 def _divisor(b1: Any) -> Any:
     """B1, or 1 where it is 0, so that what is divided, which is 0 then, stays that."""
     if isinstance(b1, int | float):
         return b1 or 1
-    b1 = precision.widen_scalar(b1)
+    b1 = precision.upcast_scalar(b1)
     return jnp.where(b1 == 0, 1, b1)
 
 

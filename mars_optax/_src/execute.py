@@ -105,9 +105,10 @@ def elementwise(
     chosen: Sequence[int] = ()
     message = None
     if implementation == "pallas":
-        _require_kernels(leaves)
+        if reason := next(filter(None, [_refusal(), *map(_obstacle, leaves)]), None):
+            raise NotImplementedError(_message(reason))
         chosen, message = _kernels().all_but_huge(leaves), _message
-    elif implementation is None and kernels_pay([x for y in leaves for x in y.operands]):
+    elif implementation is None and kernels_are_faster([x for y in leaves for x in y.operands]):
         known = {i: x for i, x in enumerate(leaves) if x.factor is None and not _unknown(x)}
         chosen = _kernels().small_and_many(known)
     return _divided("elementwise", fn, leaves, scalars, chosen, _by_xla, message)
@@ -128,12 +129,12 @@ def squares(
     known = {i: x for i, x in enumerate(leaves) if x.dtype == jnp.float32 and not _unknown(x)}
     if implementation == "pallas" and can_run() and mesh.is_plain(operands):
         chosen = _kernels().whole_blocks(known)
-    elif implementation is None and kernels_pay(operands):
+    elif implementation is None and kernels_are_faster(operands):
         chosen = _kernels().large(known)
     return _divided("squares", fn, leaves, scalars, chosen, _squares_by_xla)
 
 
-def kernels_pay(operands: Sequence[Any]) -> bool:
+def kernels_are_faster(operands: Sequence[Any]) -> bool:
     """Whether this process runs on the one device for which kernels were measured to be faster.
 
     On several devices the leaves of a call would have to be sharded alike to be small and many.
@@ -194,16 +195,12 @@ def _unknown(leaf: Any) -> set[str]:
     return set(leaf.dtypes) - _DTYPES
 
 
-def _require_kernels(leaves: Sequence[Leaf]) -> None:
-    """Raises with the reason where kernels were asked for and cannot run."""
-    reason = _refusal()
-    for leaf in leaves:
-        if not leaf.has_plain_factor:
-            reason = reason or "a leaf has a gamma for each of its matrices, which no kernel knows"
-        if other := _unknown(leaf):
-            reason = reason or f"a leaf is kept or computed in {min(other)}, not in 16 or 32 bits"
-    if reason:
-        raise NotImplementedError(_message(reason))
+def _obstacle(leaf: Leaf) -> str | None:
+    """Why there is no kernel for a leaf."""
+    if not leaf.has_plain_factor:
+        return "a leaf has a gamma for each of its matrices, which no kernel knows"
+    other = _unknown(leaf)
+    return f"a leaf is kept or computed in {min(other)}, not in 16 or 32 bits" if other else None
 
 
 def _message(reason: str) -> str:

@@ -84,7 +84,7 @@ def sums(values: Sequence[jax.Array], names: Sequence[tuple[str, ...]]) -> list[
 def sum_parts(values: Sequence[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:
     """Sums over each matrix of a tree, each added over the devices that hold a part of it."""
     names = [
-        tuple(n for part in sharded(path, x, spec, a.of_one_norm, "a norm") for n in part)
+        tuple(n for part in sharded(path, x, spec, a.norm_axes, "a norm") for n in part)
         for path, x, spec, a in table(tree, specs, axes)
     ]
     return sums(values, names)

@@ -131,6 +131,6 @@ def clip_by_leaf_norm(
         how = {"max_norm": max_norm, "axes": axes_of(updates), "implementation": "xla"}
         specs = in_shard_map.specs_of(extra_args, updates)
         clipped, _ = run.run_step(step, updates, nothing, (), **how, specs=specs)
-        return trees.narrow(clipped, updates), state
+        return trees.cast_like(clipped, updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -51,7 +51,7 @@ class Orthogonalization:
             return newton_schulz.iterated(stack, coeffs, steps, self.precision)
 
         normalized = [
-            newton_schulz.normalized(x, a.of_one_norm, eps=self.eps, dtype=self.dtype)
+            newton_schulz.normalized(x, a.norm_axes, eps=self.eps, dtype=self.dtype)
             for x, a in zip(leaves, axes, strict=True)
         ]
         iterates = stacks.map_stacks(fn, normalized, axes, constants)
@@ -81,7 +81,7 @@ def transformation(
     def divided(x: jax.Array) -> jax.Array:
         if divisor is None:
             return x
-        return x / precision.widen_scalar(divisor, precision.compute_dtype(x))
+        return x / precision.upcast_scalar(divisor, precision.compute_dtype(x))
 
     def update_fn(momenta: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         axes = partition.resolve_axes(weight_dimension_numbers, momenta, partition.matrix_at_rank_2)

@@ -29,7 +29,7 @@ class Axes:
         return bool(self.reduction)
 
     @property
-    def of_one_norm(self) -> tuple[int, ...]:
+    def norm_axes(self) -> tuple[int, ...]:
         """The axes over which a norm is taken: those of a matrix, or all those of a vector."""
         return self.reduction + self.output if self.is_matrix else self.batch
 

@@ -105,7 +105,11 @@ def by_partitioner(
             groups.setdefault((place, i if place[0] else None), []).append(i)
         paths = {}
         for (place, i), group in groups.items():
-            names = _shared(on.shape, place, [arg_shapes[k].shape for k in group])
+            names, shapes = place[0], [arg_shapes[k].shape for k in group]
+            if shapes[0][1] >= SHORTEST_TO_DIVIDE:
+                slices = sum(shape[0] for shape in shapes) // _devices(on.shape, names)
+                free = [name for name in on.shape if name not in names]
+                names = (*names, *_divided(on.shape, free, slices))
             paths[place, i] = _path(place, names)
 
         def local(*args: jax.Array) -> tuple[jax.Array, ...]:
@@ -171,15 +175,6 @@ def split(stack: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]
     """What `parts` became that were joined."""
     bounds = itertools.accumulate((x.shape[0] for x in parts), initial=0)
     return tuple(stack[i:j] for i, j in itertools.pairwise(bounds))
-
-
-def _shared(sizes: Mapping[str, int], place: _Place, shapes: Sequence[Any]) -> tuple[str, ...]:
-    """The mesh axes over which matrices of some shapes that lie in one place are divided."""
-    own = place[0]
-    if shapes[0][1] < SHORTEST_TO_DIVIDE:
-        return own
-    slices = sum(shape[0] for shape in shapes) // _devices(sizes, own)
-    return (*own, *_divided(sizes, [name for name in sizes if name not in own], slices))
 
 
 def _divided(sizes: Mapping[str, int], free: Sequence[str], slices: int) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def stochastic_apply_updates(
         dtype = jnp.result_type(param)
         if not jnp.issubdtype(dtype, jnp.inexact):
             return (jnp.asarray(param + update).astype(dtype),)
-        total = precision.widen(param) + precision.widen(update)
+        total = precision.upcast(param) + precision.upcast(update)
         if total.dtype == dtype or jnp.iscomplexobj(total):
             return (total.astype(dtype),)
         return (_round_stochastically(total, dtype, leaf_key),)

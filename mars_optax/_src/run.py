@@ -30,7 +30,7 @@ class Finish:
 
         def on_leaf(u: Any, p: Any, decays: bool) -> tuple[jax.Array]:
             dtype = precision.compute_dtype(u)
-            scale, decay = (precision.widen_scalar(x, dtype) for x in (self.scale, self.decay))
+            scale, decay = (precision.upcast_scalar(x, dtype) for x in (self.scale, self.decay))
             return (updated(u, p, scale, decay if decays else None),)
 
         inputs = directions, self.params, self.decays
@@ -44,7 +44,7 @@ class Finish:
 def updated(direction: Any, param: Any, scale: Any, decay: Any) -> jax.Array:
     """An update, in the dtype of the direction."""
     if decay is not None:
-        direction = direction + decay * precision.widen(param, precision.compute_dtype(direction))
+        direction = direction + decay * precision.upcast(param, precision.compute_dtype(direction))
     return scale * direction
 
 
@@ -53,9 +53,9 @@ def applied(update: jax.Array, param: Any) -> jax.Array:
 
     The first rounding XLA may leave out on a GPU, as it may between `update` and `apply_updates`.
     """
-    wide, update = precision.widen(param), update.astype(param.dtype)
+    wide, update = precision.upcast(param), update.astype(param.dtype)
     # As :func:`optax.apply_updates` adds: in low precision the same as rounding the exact sum.
-    return (wide + precision.widen(update)).astype(param.dtype)
+    return (wide + precision.upcast(update)).astype(param.dtype)
 
 
 def run_step(
@@ -90,10 +90,10 @@ def run_step(
         def fn(operands: Any, clip: Any, values: Any) -> tuple[Any, ...]:
             dtype = precision.compute_dtype(*operands)
             rest = iter(operands)
-            grad = precision.widen(next(rest), dtype)
-            other = precision.widen(next(rest), dtype) if has_other else None
-            old = [precision.widen(next(rest), dtype) if is_kept else None for is_kept in kept]
-            values = [precision.widen_scalar(x, dtype) for x in values]
+            grad = precision.upcast(next(rest), dtype)
+            other = precision.upcast(next(rest), dtype) if has_other else None
+            old = [precision.upcast(next(rest), dtype) if is_kept else None for is_kept in kept]
+            values = [precision.upcast_scalar(x, dtype) for x in values]
             named = dict(zip(arrays, values, strict=False)) | constants
             c = estimate.corrected(grad, other, named.pop("coefficient"))
             next_gamma = named.pop("next_gamma")
@@ -111,7 +111,7 @@ def run_step(
 
     def leaf_of(clip: Any, grad: Any, other: Any, param: Any, *old: Any) -> execute.Leaf:
         present = [jnp.asarray(x) for x in (grad, other, *old, param) if x is not None]
-        wide = precision.widen(grad, precision.compute_dtype(*present))
+        wide = precision.upcast(grad, precision.compute_dtype(*present))
         first = wide.dtype if param is None else present[-1].dtype
         out_dtypes = (first, *(x.dtype for x in old if x is not None))
         # The moments, and the parameter, are written over what they were.
@@ -128,7 +128,7 @@ def run_step(
     if max_norm is not None:
         squares = _squares(updates, estimate, axes, (*moments, params), implementation)
         squares = in_shard_map.sum_parts(squares, updates, axes, specs)
-        bounds = [precision.widen_scalar(max_norm, x.dtype) for x in squares]
+        bounds = [precision.upcast_scalar(max_norm, x.dtype) for x in squares]
         clips = list(map(clipping.factor_of_squares, squares, bounds))
     for decays in (False, True):
         rows = enumerate(trees.rows((updates, all_decays)))
@@ -148,14 +148,14 @@ def _squares(
     """The squares of the norms of each leaf's corrected gradient."""
 
     def corrected(operands: Any, scalars: Any, dtype: Any) -> Any:
-        grad, *other = (precision.widen(x, dtype) for x in operands)
-        k = precision.widen_scalar(scalars[0], dtype)
+        grad, *other = (precision.upcast(x, dtype) for x in operands)
+        k = precision.upcast_scalar(scalars[0], dtype)
         return estimate.corrected(grad, other[0] if other else None, k)
 
     leaves = []
     for grad, other, leaf_axes, *rest in trees.rows((updates, estimate.other, axes, *others)):
         present = [jnp.asarray(x) for x in (grad, other, *rest) if x is not None]
         operands = tuple(present[: 1 if other is None else 2])
-        norm_axes = tuple(sorted(axis % jnp.ndim(grad) for axis in leaf_axes.of_one_norm))
+        norm_axes = tuple(sorted(axis % jnp.ndim(grad) for axis in leaf_axes.norm_axes))
         leaves.append(execute.NormLeaf(operands, norm_axes, precision.compute_dtype(*present)))
     return execute.squares(corrected, leaves, [estimate.coefficient], implementation)

@@ -115,7 +115,7 @@ def rule(
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         # Fused with what follows in the user's program, XLA moves fewer bytes than a kernel.
         direction, state = advance(updates, state, params, extra_args, implementation or "xla")
-        return trees.narrow(direction, updates), state
+        return trees.cast_like(direction, updates), state
 
     def step_fn(updates: Any, state: Any, finish: run.Finish, extra_args: Any) -> tuple[Any, Any]:
         return advance(updates, state, finish.params, extra_args, implementation, finish)

@@ -73,11 +73,11 @@ def choose(predicate: Any, tree: Any, other: Any) -> Any:
 
     def on_leaf(x: Any, y: Any) -> jax.Array:
         dtype = precision.compute_dtype(x, y)
-        return jnp.where(predicate, precision.widen(x, dtype), precision.widen(y, dtype))
+        return jnp.where(predicate, precision.upcast(x, dtype), precision.upcast(y, dtype))
 
     return jax.tree.map(on_leaf, tree, other)
 
 
-def narrow(tree: Any, like: Any) -> Any:
+def cast_like(tree: Any, like: Any) -> Any:
     """`tree` in the dtypes of `like`, whose leaves may be Python numbers."""
     return jax.tree.map(lambda x, y: x.astype(jnp.result_type(y)), tree, like)

@@ -59,7 +59,7 @@ def cautious(
     inner = optax.with_extra_args_support(inner)
 
     def masked(direction: Any, grad: Any) -> jax.Array:
-        u, g = precision.widen(direction), precision.widen(grad)
+        u, g = precision.upcast(direction), precision.upcast(grad)
         agrees = (jnp.real(u * jnp.conj(g)) > 0).astype(precision.compute_dtype(u))
         if rescale == "mean":
             agrees /= jnp.maximum(jnp.mean(agrees), 1e-3) if agrees.size else 1
@@ -72,7 +72,7 @@ def cautious(
             specs = in_shard_map.specs_of(extra_args, updates)
             in_shard_map.require_whole(updates, specs, f"`cautious` with {rescale=}")
         direction, state = inner.update(updates, state, params, **extra_args)
-        return trees.narrow(jax.tree.map(masked, direction, updates), direction), state
+        return trees.cast_like(jax.tree.map(masked, direction, updates), direction), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 

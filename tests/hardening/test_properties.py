@@ -183,7 +183,10 @@ class FusedStepTest(absltest.TestCase):
         tx = setting.make(implementation=implementation)
         step = lambda *args, **extra: mars_optax.fused_step(tx, *args, **extra)  # noqa: E731
         # As where kernels pay: the groups, decays and rates of the fused path.
-        with interpreter.elsewhere(), mock.patch.object(execute, "kernels_pay", return_value=True):
+        with (
+            interpreter.elsewhere(),
+            mock.patch.object(execute, "kernels_are_faster", return_value=True),
+        ):
             actual = _run(tx, tree, step=step)
         trees.assert_same_types(actual, expected)
         trees.assert_close(actual, expected, rtol=2e-6, atol=2e-6)

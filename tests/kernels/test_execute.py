@@ -492,7 +492,7 @@ class RefusalTest(parameterized.TestCase):
                     with mock.patch.object(jax, "__version_info__", version):
                         self.assertFalse(_pay())
                 # Each call by itself would compile its kernels.
-                self.assertFalse(execute.kernels_pay([jnp.ones(2)]))
+                self.assertFalse(execute.kernels_are_faster([jnp.ones(2)]))
             with mock.patch.object(jax, "device_count", return_value=2):
                 self.assertFalse(_pay())
 
@@ -500,7 +500,7 @@ class RefusalTest(parameterized.TestCase):
 def _pay() -> bool:
     """Whether kernels pay inside a compiled program."""
     seen = []
-    jax.make_jaxpr(lambda x: seen.append(execute.kernels_pay([x])))(1.0)
+    jax.make_jaxpr(lambda x: seen.append(execute.kernels_are_faster([x])))(1.0)
     return seen[0]
 
 

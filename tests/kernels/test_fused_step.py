@@ -176,12 +176,15 @@ class FusedStepTest(parameterized.TestCase):
         self.assertGreater(min(same), 0.99)
 
     @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="kernels need JAX 0.10")
-    def test_what_is_chosen_where_kernels_pay(self):
+    def test_what_is_chosen_where_kernels_are_faster(self):
         """As on one Hopper GPU, with the interpreter in the place of the GPU."""
         tx = make("mars", implementation="xla")
         expected = _train(tx, lambda *args: _by_two_calls(tx, *args))
         tx = make("mars")
-        with interpreter.elsewhere(), mock.patch.object(execute, "kernels_pay", return_value=True):
+        with (
+            interpreter.elsewhere(),
+            mock.patch.object(execute, "kernels_are_faster", return_value=True),
+        ):
             actual = _train(tx, lambda *args: mars_optax.fused_step(tx, *args))
             arguments = (_tree(1), tx.init(_tree(0)), _tree(0))
             jaxpr = jax.make_jaxpr(lambda *args: mars_optax.fused_step(tx, *args))(*arguments)
@@ -196,7 +199,10 @@ class FusedStepTest(parameterized.TestCase):
         tx = make(name)
         step = lambda *args: mars_optax.fused_step(tx, *args)  # noqa: E731
         arguments = (_tree(1), tx.init(_tree(0)), _tree(0))
-        with interpreter.elsewhere(), mock.patch.object(execute, "kernels_pay", return_value=True):
+        with (
+            interpreter.elsewhere(),
+            mock.patch.object(execute, "kernels_are_faster", return_value=True),
+        ):
             self.assertNotIn("name=mars_", str(jax.make_jaxpr(step)(*arguments)))
         trees.assert_equal(step(*arguments), _by_two_calls(tx, *arguments))
 
@@ -222,7 +228,7 @@ class FusedStepTest(parameterized.TestCase):
             np.testing.assert_array_equal(leaf.operands[leaf.aliases[out]], tree["x"])
 
     def test_by_default_it_is_two_calls_and_without_kernels(self):
-        self.enter_context(mock.patch.object(execute, "kernels_pay", return_value=False))
+        self.enter_context(mock.patch.object(execute, "kernels_are_faster", return_value=False))
         tx = make("mars")
         step = lambda *args: mars_optax.fused_step(tx, *args)  # noqa: E731
         arguments = (_tree(1), tx.init(_tree(0)), _tree(0))

@@ -165,9 +165,9 @@ class NormsTest(parameterized.TestCase):
             _leaf((2, *large), (1, 2)),
             *map(_leaf, others[1:]),
         ]
-        with mock.patch.object(execute, "kernels_pay", return_value=False):
+        with mock.patch.object(execute, "kernels_are_faster", return_value=False):
             self.assertEqual(_calls(leaves, None), 0)
-        with mock.patch.object(execute, "kernels_pay", return_value=True):
+        with mock.patch.object(execute, "kernels_are_faster", return_value=True):
             self.assertEqual(_calls(leaves, None), 1)
             self.assertEqual(_calls([leaves[0], *leaves[2:]], None), 0)
         self.assertEqual(_calls(leaves, "xla"), 0)
@@ -232,7 +232,7 @@ class NormsTest(parameterized.TestCase):
 
     def test_what_pays_is_asked_with_all_operands(self):
         leaves = [_leaf((8, 128)), _leaf((4, 128))]
-        with mock.patch.object(execute, "kernels_pay", return_value=False) as pays:
+        with mock.patch.object(execute, "kernels_are_faster", return_value=False) as pays:
             execute.squares(_corrected, leaves, [_K], None)
         (seen,), _ = pays.call_args
         self.assertEqual(list(map(id, seen)), [id(x) for y in leaves for x in y.operands])

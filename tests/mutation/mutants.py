@@ -108,7 +108,7 @@ _LEAF: Final = (
     Mutant(
         "coefficient_narrow",
         "leaf/correction.py",
-        "gamma, b1 = precision.widen_scalar(gamma), precision.widen_scalar(b1)",
+        "gamma, b1 = precision.upcast_scalar(gamma), precision.upcast_scalar(b1)",
         "gamma, b1 = gamma, b1",
         "the coefficient of bfloat16 hyperparameters is computed in bfloat16",
         (
@@ -330,7 +330,7 @@ _LEAF: Final = (
     Mutant(
         "norm_narrow",
         "leaf/newton_schulz.py",
-        "wide = precision.widen(x, real)",
+        "wide = precision.upcast(x, real)",
         "wide = x if jnp.iscomplexobj(x) else x.astype(precision.available(dtype))",
         "the Frobenius norm is taken after the cast, in the dtype of the iteration",
         (NEWTON_SCHULZ + "::LowPrecisionTest",),
@@ -338,8 +338,8 @@ _LEAF: Final = (
     Mutant(
         "norm_without_eps",
         "leaf/newton_schulz.py",
-        "norm = norm + precision.widen_scalar(eps, real)",
-        "norm = norm + 0 * precision.widen_scalar(eps, real)",
+        "norm = norm + precision.upcast_scalar(eps, real)",
+        "norm = norm + 0 * precision.upcast_scalar(eps, real)",
         "eps is not added to the Frobenius norm",
         (NEWTON_SCHULZ + "::NewtonSchulzOracleTest",),
     ),
@@ -577,7 +577,7 @@ _STATE: Final = (
     Mutant(
         "clip_of_leaf",
         "run.py",
-        "norm_axes = sorted(axis % jnp.ndim(grad) for axis in leaf_axes.of_one_norm)",
+        "norm_axes = sorted(axis % jnp.ndim(grad) for axis in leaf_axes.norm_axes)",
         "norm_axes = range(jnp.ndim(grad))",
         "a stack is clipped as one matrix",
         (AXES + "::BatchAxesTest::test_slices_of_a_stack_move_as_the_single_layers0",),
@@ -626,7 +626,7 @@ _STATE: Final = (
     ),
 )
 
-_DECAYED: Final = "direction = direction + decay * precision.widen("
+_DECAYED: Final = "direction = direction + decay * precision.upcast("
 _STEP: Final = (
     "            directions, state = rule.update(g, state, finish.params, **extra_args)\n"
 )
@@ -680,7 +680,7 @@ _ASSEMBLY: Final = (
     Mutant(
         "decay_narrow",
         "run.py",
-        "decay * precision.widen(param, precision.compute_dtype(direction))",
+        "decay * precision.upcast(param, precision.compute_dtype(direction))",
         "(decay * jnp.asarray(param)).astype(direction.dtype)",
         "the decay of bfloat16 parameters is computed in bfloat16",
         (TYPES + "::test_an_update_in_bfloat16_is_that_in_float32_rounded_once",),
@@ -688,7 +688,7 @@ _ASSEMBLY: Final = (
     Mutant(
         "direction_narrow",
         "assembly.py",
-        "wide = jax.tree.map(precision.widen, updates)",
+        "wide = jax.tree.map(precision.upcast, updates)",
         "wide = updates",
         "the direction of a bfloat16 gradient is rounded before decay and rate",
         (TYPES + "::test_an_update_in_bfloat16_is_that_in_float32_rounded_once",),
@@ -768,8 +768,8 @@ _ASSEMBLY: Final = (
     Mutant(
         "fused_update_wide",
         "run.py",
-        "precision.widen(param), update.astype(param.dtype)",
-        "precision.widen(param), update",
+        "precision.upcast(param), update.astype(param.dtype)",
+        "precision.upcast(param), update",
         "the fused step does not round the update of a bfloat16 parameter",
         (FUSED + "::test_bfloat16_parameters_are_rounded_as_by_two_calls",),
     ),
@@ -1023,8 +1023,8 @@ _VARIANTS: Final = (
     Mutant(
         "nu_corrected_by_b1",
         "variants/adamw.py",
-        'own["nu_correction"] = bias_correction(precision.widen_scalar(b2), count)',
-        'own["nu_correction"] = bias_correction(precision.widen_scalar(b1), count)',
+        'own["nu_correction"] = bias_correction(precision.upcast_scalar(b2), count)',
+        'own["nu_correction"] = bias_correction(precision.upcast_scalar(b1), count)',
         "the bias correction of v is that of the momentum",
         (MARS_0,),
     ),
@@ -1080,7 +1080,7 @@ _VARIANTS: Final = (
     Mutant(
         "shampoo_divisor",
         "variants/shampoo.py",
-        "divisor=1 - precision.widen_scalar(b1)",
+        "divisor=1 - precision.upcast_scalar(b1)",
         "divisor=None",
         "Shampoo does not divide the momentum by 1 - b1",
         (SHAMPOO_3,),
@@ -1112,7 +1112,7 @@ _VARIANTS: Final = (
     Mutant(
         "norm_of_stack",
         "orthogonalize.py",
-        "return newton_schulz.normalized(x, axes.of_one_norm, eps=self.eps, dtype=self.dtype)",
+        "return newton_schulz.normalized(x, axes.norm_axes, eps=self.eps, dtype=self.dtype)",
         "return newton_schulz.normalized(x, tuple(range(x.ndim)), eps=self.eps, dtype=self.dtype)",
         "one Frobenius norm for a whole stack",
         (
@@ -1256,8 +1256,8 @@ _VARIANTS: Final = (
     Mutant(
         "rounding_of_rounded",
         "rounding.py",
-        "total = precision.widen(param) + precision.widen(update)",
-        "total = precision.widen(param + update)",
+        "total = precision.upcast(param) + precision.upcast(update)",
+        "total = precision.upcast(param + update)",
         "the sum is rounded before it is rounded stochastically",
         (ROUNDING,),
     ),
@@ -1316,8 +1316,8 @@ _ROW_NORMALIZATION: Final = (
     Mutant(
         "row_divisor_zero",
         "row_normalization.py",
-        "divisor = _nonzero(root(average) + precision.widen_scalar(eps, dtype))",
-        "divisor = root(average) + precision.widen_scalar(eps, dtype)",
+        "divisor = _nonzero(root(average) + precision.upcast_scalar(eps, dtype))",
+        "divisor = root(average) + precision.upcast_scalar(eps, dtype)",
         "without an epsilon, rows of zeros become NaN",
         (_ROWS + "PropertiesTest::test_zeros_stay_zero_and_wake_up_finite_without_eps",),
     ),

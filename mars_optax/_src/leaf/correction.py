@@ -9,7 +9,7 @@ from mars_optax._src.leaf import precision
 
 def correction_coefficient(gamma: Any, b1: Any) -> Any:
     """Gamma b1 / (1 - b1), in double precision for Python numbers, else in at least float32."""
-    gamma, b1 = precision.widen_scalar(gamma), precision.widen_scalar(b1)
+    gamma, b1 = precision.upcast_scalar(gamma), precision.upcast_scalar(b1)
     return gamma * b1 / (1 - b1)
 
 

@@ -42,12 +42,12 @@ _UNROLLED: Final = 10
 def normalized(x: jax.Array, axes: tuple[int, ...], *, eps: Any, dtype: Any) -> jax.Array:
     """X / (||X||_F + eps) in `dtype`; the norm over `axes` is taken before, in at least float32."""
     real = precision.compute_dtype(x)
-    wide = precision.widen(x, real)
+    wide = precision.upcast(x, real)
     squares = jnp.sum(jnp.real(wide * jnp.conj(wide)), axis=axes, keepdims=True)
     # A square root has no derivative at 0.
     zero, one = (precision.beside(number, squares) for number in (0, 1))
     norm = jnp.where(squares == 0, zero, jnp.sqrt(jnp.where(squares == 0, one, squares)))
-    norm = norm + precision.widen_scalar(eps, real)
+    norm = norm + precision.upcast_scalar(eps, real)
     # With eps = 0 a matrix of zeros stays one.
     result = wide / jnp.where(norm > 0, norm, one)
     # There is no complex number of lower precision than complex64.
@@ -80,7 +80,7 @@ def _steps(x: jax.Array, table: jax.Array, steps: Any, matmul_precision: Any) ->
         a, b, c = table[jnp.minimum(i, len(table) - 1)]
         gram = jnp.matmul(x, jnp.conj(jnp.swapaxes(x, -2, -1)), precision=matmul_precision)
         gram_squared = jnp.matmul(gram, gram, precision=matmul_precision)
-        polynomial = a * identity + b * precision.widen(gram) + c * precision.widen(gram_squared)
+        polynomial = a * identity + b * precision.upcast(gram) + c * precision.upcast(gram_squared)
         return jnp.matmul(polynomial.astype(x.dtype), x, precision=matmul_precision)
 
     if isinstance(steps, int) and steps <= _UNROLLED:

@@ -18,7 +18,7 @@ def _complex_of(dtype: Any) -> jnp.dtype:
     return jnp.dtype(jnp.complex128 if dtype == jnp.float64 else jnp.complex64)
 
 
-def widen(x: Any, dtype: Any = None) -> jax.Array:
+def upcast(x: Any, dtype: Any = None) -> jax.Array:
     """`x` in at least float32, or in the real `dtype`; complex stays complex."""
     array = jnp.asarray(x)
     dtype = compute_dtype(array) if dtype is None else dtype
@@ -27,7 +27,7 @@ def widen(x: Any, dtype: Any = None) -> jax.Array:
     return array.astype(dtype)
 
 
-def widen_scalar(x: Any, dtype: Any = None) -> Any:
+def upcast_scalar(x: Any, dtype: Any = None) -> Any:
     """A hyperparameter, ready to be multiplied with arrays of the real `dtype`.
 
     Python numbers stay what they are: they are exact to double precision and take the dtype of the
@@ -77,7 +77,7 @@ def copied(x: Any, dtype: Any) -> jax.Array:
     if not jnp.iscomplexobj(x) and _largest_exponent(dtype) < _largest_exponent(x.dtype):
         largest = float(jnp.finfo(dtype).max)
         # bfloat16 rounds the largest number of float16 up, beyond its range.
-        x = widen(x)
+        x = upcast(x)
         x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
     return jnp.array(x, dtype=dtype, copy=True)
 

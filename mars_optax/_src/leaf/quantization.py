@@ -28,7 +28,7 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     shape = scale_shape(x.shape)
     if not is_scaled(dtype):
         return x.astype(dtype), jnp.ones(shape, jnp.float32)
-    wide = precision.widen(x)
+    wide = precision.upcast(x)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True, initial=0) if x.ndim else abs(wide)
     scale = (largest / float(jnp.finfo(dtype).max)).astype(jnp.float32)
     scale = jnp.where(scale == 0, precision.beside(1, scale), scale)
@@ -37,4 +37,4 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 def dequantize(values: jax.Array, scale: jax.Array) -> jax.Array:
     """What :func:`quantize` was given, to the precision of its dtype."""
-    return precision.widen(values) * scale
+    return precision.upcast(values) * scale

@@ -72,7 +72,7 @@ def rule(name: str, settings: Mapping[str, Any], *, nesterov: bool = False) -> A
 
     def scalars(count: jax.Array) -> dict[str, Any]:
         own = {key: settings[key] for key in ("b1", "b2", "eps", "eps_root")}
-        beta1, beta2 = precision.widen_scalar(b1), precision.widen_scalar(b2)
+        beta1, beta2 = precision.upcast_scalar(b1), precision.upcast_scalar(b2)
         own["mu_correction"] = bias_correction(beta1, count)
         own["nu_correction"] = bias_correction(beta2, count)
         if nesterov:

@@ -92,7 +92,7 @@ def scale_by_mars_shampoo(
         iteration,
         newton_schulz.spectral_factor,
         weight_dimension_numbers,
-        divisor=1 - precision.widen_scalar(b1),
+        divisor=1 - precision.upcast_scalar(b1),
     )
     return transformation.momentum_rule(
         "scale_by_mars_shampoo", ScaleByMarsShampooState, settings, inner=inner

@@ -108,8 +108,8 @@ def scale_by_soap(
     def advance(count: jax.Array, *row: jax.Array) -> tuple[jax.Array, ...]:
         """The direction of a stack, and its state before a change of the bases."""
         dtype = precision.compute_dtype(*row)
-        x, mu, nu, left, right, *bases = (precision.widen(y, dtype) for y in row)
-        scalars = (precision.widen_scalar(y, dtype) for y in (b1, b2, beta, eps, eps_root))
+        x, mu, nu, left, right, *bases = (precision.upcast(y, dtype) for y in row)
+        scalars = (precision.upcast_scalar(y, dtype) for y in (b1, b2, beta, eps, eps_root))
         beta1, beta2, gram_beta, outside, inside = scalars
         has_basis = any(basis.size for basis in bases)
         is_skipped = (count == 0) & has_basis

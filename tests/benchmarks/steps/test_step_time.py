@@ -388,7 +388,7 @@ class TrainStepTest(absltest.TestCase):
         for name, kernels in (("mars", 0), ("mars/fused", 1), ("adamw/fused", 0)):
             transformation, train = train_step.build_step(graph, _CANDIDATES[name], params, work)
             state = jax.eval_shape(transformation.init, params)
-            pays = mock.patch.object(execute, "kernels_pay", return_value=True)
+            pays = mock.patch.object(execute, "kernels_are_faster", return_value=True)
             with interpreter.always(), pays:
                 jaxpr = str(jax.make_jaxpr(train)(params, state, windows))
             self.assertEqual(jaxpr.count("name=mars_step"), kernels, name)
