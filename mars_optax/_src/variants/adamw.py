@@ -173,11 +173,11 @@ def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any]:
     """
     own = {key: settings[f"{key}_1d"] for key in ("b1", "b2", "eps", "eps_root")}
     for key, default in (("eps", 1e-8), ("eps_root", 0.0)):
+        passed = key if own[key] is None else f"{key}_1d"
         own[key] = settings.get(key, default) if own[key] is None else own[key]
+        checks.non_negative(passed, own[key])
     checks.decay_rate("b1_1d", own["b1"])
     checks.decay_rate("b2_1d", own["b2"])
-    checks.non_negative("eps_1d", own["eps"])
-    checks.non_negative("eps_root_1d", own["eps_root"])
     shared = {
         key: settings[key]
         for key in ("amsgrad", "mu_dtype", "nu_dtype", "implementation")
