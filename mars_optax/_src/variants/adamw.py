@@ -166,11 +166,12 @@ def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any] | None:
         return None
     main = {"eps": 1e-8, "eps_root": 0.0, **settings}
     own = {key: settings[f"{key}_1d"] for key in ("b1", "b2", "eps", "eps_root")}
-    own |= {key: main[key] for key in ("eps", "eps_root") if own[key] is None}
+    for key in ("eps", "eps_root"):
+        passed = key if own[key] is None else f"{key}_1d"
+        own[key] = main[key] if own[key] is None else own[key]
+        checks.non_negative(passed, own[key])
     checks.decay_rate("b1_1d", own["b1"])
     checks.decay_rate("b2_1d", own["b2"])
-    checks.non_negative("eps_1d", own["eps"])
-    checks.non_negative("eps_root_1d", own["eps_root"])
     shared = {"amsgrad", "mu_dtype", "nu_dtype", "implementation"}.intersection(settings)
     own |= {key: settings[key] for key in shared}
     own |= {"max_norm": None, "correction": "none"}
