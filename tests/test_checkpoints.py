@@ -36,6 +36,7 @@ _OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
     "mars_shampoo": functools.partial(mars_optax.mars_shampoo, 0.1, ns_dtype="float32"),
     "mars_m": functools.partial(_mars_m, 0.1, ns_dtype="float32"),
     "storm_adamw": functools.partial(mars_optax.storm_adamw, 0.1),
+    "mars_soap": functools.partial(mars_optax.mars_soap, 0.1, one_sided=True),
     "adamw": functools.partial(optax.adamw, 0.1),
 }
 _RESUMED = ("mars_bfloat16", "mars_8_bits", "mars_exact", "mars_without_prev_grad", "storm_adamw")

@@ -32,7 +32,7 @@ class ScaleBySoapState(NamedTuple):
     """State of the preconditioner of :func:`scale_by_mars_soap`, trees like the parameters.
 
     The last four have for each leaf a stack (slices, n, n), n the length of the matrices' side, or
-    0 where that side is not preconditioned: dtype=precondition_dtype or at least float32.
+    1 where that side is not preconditioned: dtype=precondition_dtype or at least float32.
     """
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
@@ -95,8 +95,9 @@ def scale_by_soap(
                 dtype = precision.compute_dtype(p) if gram_dtype is None else gram_dtype
                 # Made of zeros like the parameter, they lie on its devices.
                 zero = trees.zeros(p, dtype)
-                rows = jnp.sum(a.to_stack(mesh.whole(zero)), axis=2 - side)
-                rows = rows[:, : length(a.fans(zero.shape), side)]
+                n, stack = length(a.fans(zero.shape), side), a.to_stack(mesh.whole(zero))
+                # One number in place of none: Orbax saves no empty arrays.
+                rows = jnp.sum(stack, axis=2 - side) if n else jnp.sum(stack, axis=(1, 2))[:, None]
                 return rows[:, :, None] * rows[:, None, :]
 
             return jax.tree.map(on_leaf, params, axes)
@@ -138,21 +139,28 @@ def scale_by_soap(
             for layout, row in zip(layouts, trees.rows((updates, state.mu, state.nu)), strict=True)
         ]
         where, advice = "these settings", "Pass the state that `init` made with these settings."
+        sides = [[length(x.shape[1:], side) for side in (0, 1, 0, 1)] for x, *_ in stacks]
         for i, field in enumerate(state._fields[3:]):
-            sides = [(len(x), length(x.shape[1:], i % 2)) for x, *_ in stacks]
-            squares = [np.broadcast_to(0.0, (slices, n, n)) for slices, n in sides]
+            shapes = [
+                (len(x), *2 * [max(1, n[i])]) for (x, *_), n in zip(stacks, sides, strict=True)
+            ]
+            squares = [np.broadcast_to(0.0, shape) for shape in shapes]
             wanted = jax.tree.unflatten(jax.tree.structure(updates), squares)
             checks.same_shapes(f"state.{field}", getattr(state, field), wanted, where, advice)
         table = trees.rows((updates, *state[1:]))
-        rows = [
-            advance(state.count, *mine, *row[3:]) for mine, row in zip(stacks, table, strict=True)
-        ]
+        rows = []
+        for mine, (_, _, _, *matrices), n in zip(stacks, table, sides, strict=True):
+            present = (x[:, :k, :k] for x, k in zip(matrices, n, strict=True))
+            rows.append(advance(state.count, *mine, *present))
         changed = _changed([row[2:] for row in rows], state.count, precondition_frequency)
         results = []
-        for layout, old, row, new in zip(layouts, table, rows, changed, strict=True):
-            pairs = zip((*row[:2], new[0]), old, strict=False)
+        for layout, old, row, (nu, *matrices), n in zip(
+            layouts, table, rows, changed, sides, strict=True
+        ):
+            pairs = zip((*row[:2], nu), old, strict=False)
             direction, *moments = (_leaf(layout, *pair) for pair in pairs)
-            kept = zip((*moments, *new[1:]), old[1:], strict=True)
+            kept_sides = [x if k else y for x, y, k in zip(matrices, old[3:], n, strict=True)]
+            kept = zip((*moments, *kept_sides), old[1:], strict=True)
             results.append((direction, *(x.astype(y.dtype) for x, y in kept)))
         direction, *fields = trees.unzip(results, (updates, *state[1:]))
         return direction, ScaleBySoapState(optax.safe_increment(state.count), *fields)
