@@ -42,7 +42,7 @@ _OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
 _RESUMED = ("mars_bfloat16", "mars_8_bits", "mars_exact", "mars_without_prev_grad", "storm_adamw")
 # Without a sum there is no order of addition that the layout could change.
 _ELEMENTWISE = ("mars_without_prev_grad", "storm_adamw")
-_RESUMED_SLOWLY = ("mars", "mars_amsgrad", "mars_lion", "mars_shampoo", "mars_m")
+_RESUMED_SLOWLY = ("mars", "mars_amsgrad", "mars_lion", "mars_shampoo", "mars_m", "mars_soap")
 
 # Meshes by the shape of (x, y), and where the axes of a matrix and of a vector lie.
 _Layout = tuple[tuple[int, int], P, P]
