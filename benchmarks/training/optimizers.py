@@ -260,6 +260,12 @@ OPTIMIZERS = {
             "mars_m", 1.6e-2, {"b1": 0.95, **_MARS, **_ORTHOGONAL}, _mars_optax(mars_optax.mars_m)
         ),
         Optimizer(
+            "mars_m_rows",
+            1.6e-2,
+            {"b1": 0.95, "row_b2": 0.95, **_MARS, **_ORTHOGONAL},
+            _mars_optax(mars_optax.mars_m),
+        ),
+        Optimizer(
             "corrected_muon",
             1.6e-2,
             {
@@ -312,6 +318,7 @@ _FACTORIES: Mapping[str, Sequence[Callable[..., Any]]] = {
     "mars_lion": (mars_optax.mars_lion,),
     "muon": (optax.contrib.muon,),
     "mars_m": (mars_optax.mars_m,),
+    "mars_m_rows": (mars_optax.mars_m,),
     "corrected_muon": (
         optax.contrib.muon,
         mars_optax.correct_gradients,
