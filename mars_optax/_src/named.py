@@ -20,8 +20,10 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
     """
 
     # Of a rule: (updates, state, finish, extra_args) -> (new parameters, new state), with what
-    # follows the directions as `finish`; its state with True for each field that the settings keep.
+    # follows the directions as `finish`; which leaves are matrices if none are declared; its state
+    # with True for each field that the settings keep.
     step: Callable[..., tuple[Any, Any]] | None = None
+    default: Any = None
     kept: Any = None
     estimator: Any = None
     # Of an optimizer: (updates, state, params, extra_args) -> (new parameters, new state).

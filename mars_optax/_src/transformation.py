@@ -88,26 +88,16 @@ def rule(
         if source.dtype is not None and quantization.is_scaled(source.dtype):
             in_shard_map.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
         estimate, fields = source.estimate(updates, state, params, extra_args, axes)
-        result, new_moments = run.run_step(
-            step,
-            updates,
-            estimate,
-            tuple(getattr(state, moment) for moment in moments),
-            max_norm=max_norm,
-            axes=axes,
-            implementation=by,
-            specs=specs,
-            finish=None if inner is not None else finish,
-            **scalars(count),
-        )
+        old = tuple(getattr(state, moment) for moment in moments)
+        how = {"max_norm": max_norm, "axes": axes, "implementation": by, "specs": specs}
+        how["finish"] = finish if inner is None else None
+        result, new_moments = run.run_step(step, updates, estimate, old, **how, **scalars(count))
         if inner is not None:
             result, new = inner.update(result, state.inner_state, params, **extra_args)
             checks.inner_state(new, state.inner_state, name)
             # Of the old one's structure: metadata in the nodes of gradients may differ.
-            old, treedef = jax.tree.flatten(state.inner_state)
-            leaves = zip(jax.tree.leaves(new), old, strict=True)
-            kept_dtypes = [x.astype(jnp.result_type(y)) for x, y in leaves]
-            fields["inner_state"] = jax.tree.unflatten(treedef, kept_dtypes)
+            new = jax.tree.unflatten(jax.tree.structure(state.inner_state), jax.tree.leaves(new))
+            fields["inner_state"] = trees.cast_like(new, state.inner_state)
             result = result if finish is None else finish.tree(result)
         moved = dict(zip(moments, new_moments, strict=True))
         return result, state_type(count=count, **fields, **moved)
@@ -121,9 +111,8 @@ def rule(
         return advance(updates, state, finish.params, extra_args, implementation, finish)
 
     result = named.Transformation(init_fn, update_fn)
-    result.step = step_fn
+    result.step, result.default, result.estimator = step_fn, default, source
     result.kept = state_type(count=True, **kept)
-    result.estimator = source
     return result
 
 

@@ -83,10 +83,5 @@ def variance_reduced(
         own = {"weight_dimension_numbers": weight_dimension_numbers, "correction": correction}
         return transformation.rule("variance_reduced", State, {**settings, **own}, inner=inner)
 
-    return assembly.optimizer(
-        "variance_reduced",
-        rule,
-        settings,
-        vector_rule=adamw.for_vectors(settings),
-        state_type=VarianceReducedState,
-    )
+    vectors = adamw.for_vectors(settings)
+    return assembly.optimizer("variance_reduced", rule, settings, VarianceReducedState, vectors)

@@ -73,9 +73,8 @@ def scale_by_mars_lion(
       Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 3. Reference code:
       ``MARS/optimizers/mars.py``, ``mars_type="mars-lion"``, of https://github.com/AGI-Arena/MARS.
     """
-    return transformation.momentum_rule(
-        "scale_by_mars_lion", ScaleByMarsLionState, locals(), step=lion_step
-    )
+    name, state_type = "scale_by_mars_lion", ScaleByMarsLionState
+    return transformation.momentum_rule(name, state_type, locals(), step=lion_step)
 
 
 class MarsLionState(State):
@@ -135,11 +134,5 @@ def mars_lion(
       Those of :func:`scale_by_mars_lion`.
     """
     settings = locals()
-    return assembly.optimizer(
-        "mars_lion",
-        scale_by_mars_lion,
-        settings,
-        vector_rule=adamw.for_vectors(settings),
-        state_type=MarsLionState,
-        implementation=implementation,
-    )
+    vectors = adamw.for_vectors(settings)
+    return assembly.optimizer("mars_lion", scale_by_mars_lion, settings, MarsLionState, vectors)

@@ -85,4 +85,4 @@ def storm_adamw(
         own = {"weight_dimension_numbers": partition.no_matrices, "correction": "storm"}
         return adamw.rule("storm_adamw", {**settings, **own}, nesterov=nesterov)
 
-    return assembly.optimizer("storm_adamw", rule, settings, state_type=StormAdamwState)
+    return assembly.optimizer("storm_adamw", rule, settings, StormAdamwState)
