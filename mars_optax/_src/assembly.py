@@ -98,12 +98,10 @@ def optimizer(
         checks.state_type(state, state_type, name)
         rules, labels = rules_for(updates)
         parts = {label: _part(labels, label, updates) for label in rules}
-
-        def wanted_of(field: str) -> Any:
-            keeping = (k for k, rule in rules.items() if getattr(rule.kept, field, False))
-            return _whole(labels, [parts[label] for label in keeping])
-
-        wanted = {field: wanted_of(field) for field in _TREES}
+        wanted = {}
+        for field in _TREES:
+            kept = [parts[k] for k, rule in rules.items() if getattr(rule.kept, field, False)]
+            wanted[field] = _whole(labels, kept)
         if hands_over:
             wanted["prev_params"] = updates
         field = "mu" if has_momentum else "prev_params" if hands_over else "prev_grad"

@@ -57,15 +57,8 @@ class Leaf(_Operands):
         return tuple(str(jnp.dtype(dtype)) for dtype in dtypes)
 
     @property
-    def has_plain_factor(self) -> bool:
-        """Whether its factor is one that kernels know: one array, or none."""
-        return self.factor is None or isinstance(self.factor, jax.Array)
-
-    @property
     def rows(self) -> int | None:
         """The equal rows of the flat leaf, each with its factor; None if it has no such."""
-        if not self.has_plain_factor:
-            return None
         if self.factor is None or self.factor.size == 1:
             return 1
         shape = self.factor.shape
@@ -128,7 +121,7 @@ def squares(
     operands = [x for leaf in leaves for x in leaf.operands]
     known = {i: x for i, x in enumerate(leaves) if x.dtype == jnp.float32 and not _unknown(x)}
     if implementation == "pallas" and can_run() and mesh.is_plain(operands):
-        chosen = _kernels().whole_blocks(known)
+        chosen = [i for i, leaf in known.items() if _kernels().tiling_of_norms(leaf)]
     elif implementation is None and kernels_are_faster(operands):
         chosen = _kernels().large(known)
     return _divided("squares", fn, leaves, scalars, chosen, _squares_by_xla)
@@ -197,7 +190,7 @@ def _unknown(leaf: Any) -> set[str]:
 
 def _obstacle(leaf: Leaf) -> str | None:
     """Why there is no kernel for a leaf."""
-    if not leaf.has_plain_factor:
+    if not (leaf.factor is None or isinstance(leaf.factor, jax.Array)):
         return "a leaf has a gamma for each of its matrices, which no kernel knows"
     other = _unknown(leaf)
     return f"a leaf is kept or computed in {min(other)}, not in 16 or 32 bits" if other else None

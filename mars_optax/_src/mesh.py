@@ -70,8 +70,7 @@ def names(part: Any) -> tuple[str, ...]:
 
 def reshard(x: jax.Array, to: Any) -> jax.Array:
     """An array on an explicit mesh, with another partition spec."""
-    sharding = NamedSharding(explicit(x), to)
-    return jax.sharding.reshard(x, sharding)
+    return jax.sharding.reshard(x, NamedSharding(explicit(x), to))
 
 
 def whole(x: jax.Array) -> jax.Array:
@@ -104,21 +103,14 @@ def part(x: jax.Array, dims: Sequence[int], over: Sequence[Sequence[str]]) -> ja
 
 def opaque(fn: _Function, xla: _Function) -> _Function:
     """`fn`, which no transformation looks into: batched and differentiated as `xla`."""
+    batched: Any = jax.custom_batching.custom_vmap(lambda *args: fn(*args))
 
-    @jax.custom_batching.custom_vmap
-    def batched(*args: Any) -> Any:
-        return fn(*args)
-
-    @batched.def_vmap
+    @batched.def_vmap  # type: ignore[untyped-decorator]
     def _batched(size: int, is_batched: Sequence[Any], *args: Any) -> Any:
         axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
         outputs = jax.vmap(xla, axes, axis_size=size)(*args)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     run: Any = jax.custom_jvp(batched)
-
-    @run.defjvp  # type: ignore[untyped-decorator]
-    def _jvp(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(xla, primals, tangents)
-
+    run.defjvp(lambda primals, tangents: jax.jvp(xla, primals, tangents))
     return run

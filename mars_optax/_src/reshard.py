@@ -164,8 +164,7 @@ _stacks_p.def_abstract_eval(
 def _lower(ctx: Any, *args: Any, whole: Any, call: Any) -> Any:
     is_exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
     chosen = jaxpr_as_fun(whole if is_exported else call)
-    lowered: Any = mlir.lower_fun(chosen, multiple_results=True)
-    return lowered(ctx, *args)
+    return mlir.lower_fun(chosen, multiple_results=True)(ctx, *args)
 
 
 mlir.register_lowering(_stacks_p, _lower)
@@ -200,7 +199,6 @@ def _path(spec: Any, names: Sequence[str]) -> list[_Place]:
     gather: mesh axes not in `names`, and those that are beyond them.
     """
     path = [tuple(mesh.names(part) for part in (*spec, None, None, None)[:3])]
-
     for axis in (1, 2):
         stack, *sides = path[-1]
         moved = tuple(itertools.takewhile(lambda name: name in names, sides[axis - 1]))

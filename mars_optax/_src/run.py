@@ -115,8 +115,7 @@ def run_step(
         first = wide.dtype if param is None else present[-1].dtype
         out_dtypes = (first, *(x.dtype for x in old if x is not None))
         # The moments, and the parameter, are written over what they were.
-        begin = 1 + has_other
-        aliases = {1 + i: begin + i for i in range(len(out_dtypes) - 1)}
+        aliases = {i: has_other + i for i in range(1, len(out_dtypes))}
         if param is not None:
             aliases[0] = len(present) - 1
         return execute.Leaf(tuple(present), clip, out_dtypes, aliases)

@@ -40,11 +40,6 @@ def small_and_many(leaves: Mapping[int, Any]) -> list[int]:
     return sorted(order[k] for group in groups if len(group) == tiling.GROUP for k in group)
 
 
-def whole_blocks(leaves: Mapping[int, Any]) -> list[int]:
-    """The leaves whose norms end with a block."""
-    return [i for i, leaf in leaves.items() if tiling_of_norms(leaf) is not None]
-
-
 def large(leaves: Mapping[int, Any]) -> list[int]:
     """The leaves with one norm, which XLA would reduce in two passes of some hundred numbers.
 
@@ -117,9 +112,7 @@ def _table(scalars: Sequence[Any]) -> jax.Array:
     return jnp.asarray(scalars or [0.0], jnp.float32)
 
 
-def _on_gpu(
-    fn: Any, by_xla: Any, interpret: bool, leaves: Sequence[Any], table: jax.Array
-) -> list[_Outputs]:
+def _on_gpu(fn: Any, by_xla: Any, interpret: bool, leaves: Any, table: jax.Array) -> list[_Outputs]:
     """Small leaves of one size and their dtypes share a call."""
     # Imported where it is needed: it is neither light nor everywhere.
     from mars_optax._src.kernels import mosaic_gpu
@@ -159,9 +152,7 @@ def _on_gpu(
     return [tuple(x.reshape(leaf.shape) for x in results[i]) for i, leaf in enumerate(leaves)]
 
 
-def _ended(
-    by_xla: Any, leaves: Sequence[Any], table: jax.Array, start: int
-) -> tuple[list[_Outputs], list[Any]]:
+def _ended(by_xla: Any, leaves: Any, table: jax.Array, start: int) -> tuple[list[Any], list[Any]]:
     """The outputs from `start` on, which no block covers, and the leaves with them in place.
 
     What is written over an operand is written before a kernel gets that, which leaves its end
@@ -212,9 +203,7 @@ def programs_per_row(blocks: int, most: int) -> int:
     return next((n for n in range(most, most // 2, -1) if blocks % n == 0), most)
 
 
-def _squares_on_gpu(
-    fn: Any, interpret: bool, leaves: Sequence[Any], table: jax.Array
-) -> list[jax.Array]:
+def _squares_on_gpu(fn: Any, interpret: bool, leaves: Any, table: jax.Array) -> list[jax.Array]:
     """Leaves of one kind share a call and its last sum."""
     from mars_optax._src.kernels import mosaic_gpu
 
@@ -225,12 +214,10 @@ def _squares_on_gpu(
         mine = [leaves[i] for i in indices]
         tiles = tiling_of_norms(mine[0])
         assert tiles is not None
+        per_row = programs_per_row(tiles.blocks, _PROGRAMS // (len(mine) * tiles.rows))
+        how: Any = {"tiles": tiles, "per_row": per_row, "interpret": interpret}
         call = functools.partial(
-            mosaic_gpu.partial_squares,
-            lambda operands, scalars: fn(operands, scalars, jnp.dtype("float32")),
-            tiles=tiles,
-            per_row=programs_per_row(tiles.blocks, _PROGRAMS // (len(mine) * tiles.rows)),
-            interpret=interpret,
+            mosaic_gpu.partial_squares, lambda x, k: fn(x, k, jnp.dtype("float32")), **how
         )
         program = programs.setdefault((keys[indices[0]], len(mine)), jax.jit(call))
         sums = program([[x.reshape(-1) for x in leaf.operands] for leaf in mine], table)

@@ -26,7 +26,14 @@ def on_shards(
     """
     on, run = mesh.explicit(data[0][0][0]), local
     if on is not None:
-        _require_known_axes(on)
+        # Axes that are not explicit would be gathered: no type tells what lies along them.
+        if automatic := [name for name in mesh.axes_of(on, AxisType.Auto) if on.shape[name] > 1]:
+            raise NotImplementedError(
+                "`implementation`: expected a mesh whose axes are all explicit or all automatic, "
+                f"got 'pallas' on one with {', '.join(map(str, automatic))} automatic beside "
+                "explicit ones, along which no kernel can be told its shards. Use explicit axes, "
+                "or pass 'xla', or None to take what there is."
+            )
         ins = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, list(data))
         outs = [(operands[0],) * n_outputs for operands, _ in ins]
         specs = (mesh.spec(), ins)
@@ -40,18 +47,6 @@ def on_shards(
             )
         run = _partitioned(local, data, n_outputs)
     return run(replicated, data)
-
-
-def _require_known_axes(on: Any) -> None:
-    """Axes that are not explicit would be gathered: no type tells what lies along them."""
-    automatic = [name for name in mesh.axes_of(on, AxisType.Auto) if on.shape[name] > 1]
-    if automatic:
-        raise NotImplementedError(
-            "`implementation`: expected a mesh whose axes are all explicit or all automatic, got "
-            f"'pallas' on one with {', '.join(map(str, automatic))} automatic beside explicit "
-            "ones, along which no kernel can be told its shards. Use explicit axes, or pass 'xla', "
-            "or None to take what there is."
-        )
 
 
 def _partitioned(local: Callable[..., Any], data: Data, n_outputs: int) -> Callable[..., Any]:

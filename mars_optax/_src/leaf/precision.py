@@ -74,16 +74,12 @@ def copied(x: Any, dtype: Any) -> jax.Array:
     a clip of factor 0 NaN.
     """
     x = jnp.asarray(x)
-    if not jnp.iscomplexobj(x) and _largest_exponent(dtype) < _largest_exponent(x.dtype):
+    if not jnp.iscomplexobj(x) and jnp.finfo(dtype).maxexp < jnp.finfo(x.dtype).maxexp:
         largest = float(jnp.finfo(dtype).max)
         # bfloat16 rounds the largest number of float16 up, beyond its range.
         x = upcast(x)
         x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
     return jnp.array(x, dtype=dtype, copy=True)
-
-
-def _largest_exponent(dtype: Any) -> int:
-    return int(jnp.finfo(dtype).maxexp)
 
 
 def available(dtype: Any) -> jnp.dtype:
