@@ -27,9 +27,10 @@ _DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
 
 @dataclasses.dataclass(frozen=True)
 class _Operands:
-    """What a function reads of one leaf: arrays of one shape."""
+    """What a function reads of one leaf, arrays of one shape, and in which dtypes it returns."""
 
     operands: tuple[jax.Array, ...]
+    out_dtypes: tuple[Any, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,20 +42,19 @@ class _Operands:
         """Elements of each operand."""
         return self.operands[0].size
 
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of all operands and outputs."""
+        dtypes = (*(x.dtype for x in self.operands), *self.out_dtypes)
+        return tuple(str(jnp.dtype(dtype)) for dtype in dtypes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Leaf(_Operands):
     """What an elementwise function reads and writes of one leaf."""
 
     factor: Any  # an array that is broadcast to the shape, of its rank, or None; XLA takes any tree
-    out_dtypes: tuple[Any, ...]
     aliases: Mapping[int, int]  # outputs to operands of their dtypes, whose buffers they may take
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """Of all operands and outputs."""
-        dtypes = (*(x.dtype for x in self.operands), *self.out_dtypes)
-        return tuple(str(jnp.dtype(dtype)) for dtype in dtypes)
 
     @property
     def rows(self) -> int | None:
@@ -68,15 +68,9 @@ class Leaf(_Operands):
 
 @dataclasses.dataclass(frozen=True)
 class NormLeaf(_Operands):
-    """What norms are taken of."""
+    """What norms are taken of; the one dtype is that of the arithmetic, and of the sums."""
 
     axes: tuple[int, ...]  # those of a norm, not negative and in order
-    dtype: Any  # that of the arithmetic, and of the sums
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """Of all operands, and of the arithmetic."""
-        return tuple(str(jnp.dtype(x)) for x in (*(x.dtype for x in self.operands), self.dtype))
 
     @property
     def rows(self) -> int | None:
@@ -119,7 +113,9 @@ def squares(
     """
     chosen: Sequence[int] = ()
     operands = [x for leaf in leaves for x in leaf.operands]
-    known = {i: x for i, x in enumerate(leaves) if x.dtype == jnp.float32 and not _unknown(x)}
+    known = {
+        i: x for i, x in enumerate(leaves) if x.out_dtypes == (jnp.float32,) and not _unknown(x)
+    }
     if implementation == "pallas" and can_run() and mesh.is_plain(operands):
         chosen = [i for i, leaf in known.items() if _kernels().tiling_of_norms(leaf)]
     elif implementation is None and kernels_are_faster(operands):
@@ -180,7 +176,7 @@ def _by_xla(fn: Elementwise, leaf: Leaf, scalars: Sequence[Any]) -> tuple[jax.Ar
 
 
 def _squares_by_xla(fn: Normed, leaf: NormLeaf, scalars: Sequence[Any]) -> jax.Array:
-    return clipping.squares(fn(leaf.operands, tuple(scalars), leaf.dtype), leaf.axes)
+    return clipping.squares(fn(leaf.operands, tuple(scalars), *leaf.out_dtypes), leaf.axes)
 
 
 def _unknown(leaf: Any) -> set[str]:

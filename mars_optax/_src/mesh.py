@@ -8,7 +8,6 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 spec = PartitionSpec
-_Function = Callable[..., Any]
 
 
 def is_one_device() -> bool:
@@ -20,9 +19,8 @@ def is_one_device() -> bool:
 def is_plain(arrays: Sequence[Any]) -> bool:
     """Whether there is one device, and no mesh on which arrays have types of their own."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
-    return is_one_device() and {kind for mesh in meshes for kind in mesh.axis_types} <= {
-        AxisType.Auto
-    }
+    kinds = {kind for mesh in meshes for kind in mesh.axis_types}
+    return is_one_device() and kinds <= {AxisType.Auto}
 
 
 def is_local(x: Any) -> bool:
@@ -101,7 +99,7 @@ def part(x: jax.Array, dims: Sequence[int], over: Sequence[Sequence[str]]) -> ja
     return x
 
 
-def opaque(fn: _Function, xla: _Function) -> _Function:
+def opaque(fn: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, which no transformation looks into: batched and differentiated as `xla`."""
     batched: Any = jax.custom_batching.custom_vmap(lambda *args: fn(*args))
 

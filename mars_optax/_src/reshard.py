@@ -122,11 +122,7 @@ def by_partitioner(
                 missing = -stack.shape[0] % _devices(on.shape, path[-1][0][len(path[0][0]) :])
                 resized = jnp.resize(stack, (stack.shape[0] + missing, *stack.shape[1:]))
                 stack = jax.lax.optimization_barrier(resized)
-                for before, after in itertools.pairwise(path):
-                    stack = _moved(stack, before, after)
-                stack = fn(stack, *args[count:])
-                for before, after in itertools.pairwise(reversed(path)):
-                    stack = _moved(stack, before, after)
+                stack = _moved(fn(_moved(stack, path), *args[count:]), path[::-1])
                 for i, result in zip(group, split(stack, parts), strict=True):
                     results[i] = result
             return tuple(results)
@@ -211,18 +207,21 @@ def _path(spec: Any, names: Sequence[str]) -> list[_Place]:
     return [place for place, _ in itertools.groupby(path)]
 
 
-def _moved(x: jax.Array, before: _Place, after: _Place) -> jax.Array:
-    """What a device has of a stack after one step of a path, or of one that is walked back."""
-    changed = [axis for axis in range(3) if before[axis] != after[axis]]
-    if len(changed) == 2:
-        # Mesh axes go from a side to the stack, or back.
-        source, target = changed if len(before[0]) > len(after[0]) else reversed(changed)
-        names = before[source][len(after[source]) :]
-        return jax.lax.all_to_all(x, names, split_axis=target, concat_axis=source, tiled=True)
-    (axis,) = changed
-    kept = min(len(before[axis]), len(after[axis]))
-    x = mesh.gathered(x, [axis], [before[axis][kept:]])
-    return mesh.part(x, [axis], [after[axis][kept:]])
+def _moved(x: jax.Array, path: Sequence[_Place]) -> jax.Array:
+    """What a device has of a stack at the end of a path, which may be one that is walked back."""
+    for before, after in itertools.pairwise(path):
+        changed = [axis for axis in range(3) if before[axis] != after[axis]]
+        if len(changed) == 2:
+            # Mesh axes go from a side to the stack, or back.
+            source, target = changed if len(before[0]) > len(after[0]) else reversed(changed)
+            names = before[source][len(after[source]) :]
+            x = jax.lax.all_to_all(x, names, split_axis=target, concat_axis=source, tiled=True)
+        else:
+            (axis,) = changed
+            kept = min(len(before[axis]), len(after[axis]))
+            x = mesh.gathered(x, [axis], [before[axis][kept:]])
+            x = mesh.part(x, [axis], [after[axis][kept:]])
+    return x
 
 
 def _spec(place: _Place) -> Any:

@@ -118,7 +118,7 @@ def run_step(
         aliases = {i: has_other + i for i in range(1, len(out_dtypes))}
         if param is not None:
             aliases[0] = len(present) - 1
-        return execute.Leaf(tuple(present), clip, out_dtypes, aliases)
+        return execute.Leaf(tuple(present), out_dtypes, clip, aliases)
 
     params, all_decays = (None, None) if finish is None else (finish.params, finish.decays)
     table = trees.rows((updates, estimate.other, params, *moments))
@@ -156,5 +156,5 @@ def _squares(
         present = [jnp.asarray(x) for x in (grad, other, *rest) if x is not None]
         operands = tuple(present[: 1 if other is None else 2])
         norm_axes = tuple(sorted(axis % jnp.ndim(grad) for axis in leaf_axes.norm_axes))
-        leaves.append(execute.NormLeaf(operands, norm_axes, precision.compute_dtype(*present)))
+        leaves.append(execute.NormLeaf(operands, (precision.compute_dtype(*present),), norm_axes))
     return execute.squares(corrected, leaves, [estimate.coefficient], implementation)

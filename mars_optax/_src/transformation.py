@@ -14,8 +14,6 @@ from mars_optax._src.estimator import Estimator
 from mars_optax._src.leaf import quantization
 from mars_optax._src.leaf.momentum import momentum_step
 
-Moments = Mapping[str, Callable[[optax.Params], Any]]
-
 
 def identity_step(c: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
     """The corrected and clipped gradient itself."""
@@ -28,7 +26,7 @@ def rule(
     settings: Mapping[str, Any],
     *,
     step: run.Step = identity_step,
-    moments: Moments | None = None,
+    moments: Mapping[str, Callable[[optax.Params], Any]] | None = None,
     scalars: Callable[[jax.Array], Mapping[str, Any]] = lambda count: {},
     inner: optax.GradientTransformation | None = None,
     default: partition.DefaultRule = partition.matrix_from_rank_2,

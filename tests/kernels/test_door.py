@@ -83,7 +83,7 @@ class WithoutKernelsTest(absltest.TestCase):
 
 def _leaf(factor: object) -> execute.Leaf:
     operands = (jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3)))
-    return execute.Leaf(operands, factor, (jnp.float32,), {0: 1})
+    return execute.Leaf(operands, (jnp.float32,), factor, {0: 1})
 
 
 class FactorTest(parameterized.TestCase):

@@ -14,10 +14,7 @@ def correction_coefficient(gamma: Any, b1: Any) -> Any:
 
 
 def corrected_gradient(
-    grad: jax.Array,
-    prev_grad: jax.Array | None,
-    coefficient: Any,
-    estimate: jax.Array | None = None,
+    grad: jax.Array, prev_grad: jax.Array | None, coefficient: Any, estimate: Any = None
 ) -> jax.Array:
     """Equation (3.10) of the paper, whose difference is that of the gradient to the previous one.
 

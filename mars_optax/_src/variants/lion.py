@@ -109,8 +109,8 @@ def mars_lion(
     r"""MARS-Lion: sign descent on variance-reduced gradients.
 
     Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (\mathrm{sign}(m_t) + \lambda x_t)` with
-    the momentum :math:`m_t` of :func:`scale_by_mars_lion`, whose docstring has the equations and
-    the first step, and all other leaves by AdamW with the values `*_1d`.
+    the momentum :math:`m_t` of :func:`scale_by_mars_lion`, whose docstring has the equations, the
+    first step and the references, and all other leaves by AdamW with the values `*_1d`.
 
     Differences from the reference code: as for :func:`mars`, and there is no second moment, which
     is allocated there and stays zero.
@@ -129,9 +129,6 @@ def mars_lion(
       >>> print(updates)
       [[-0.1  0.1]
        [-0.1 -0.1]]
-
-    References:
-      Those of :func:`scale_by_mars_lion`.
     """
     settings = locals()
     vectors = adamw.for_vectors(settings)

@@ -135,9 +135,9 @@ def mars_shampoo(
     r"""MARS-Shampoo: orthogonalized momentum of variance-reduced gradients.
 
     Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
-    :math:`u_t` of :func:`scale_by_mars_shampoo`, whose docstring has the equations, the first step
-    and the differences from the reference code. All other leaves are updated by AdamW with the
-    values `*_1d`; with `optimize_1d` by :func:`mars` with the main ones.
+    :math:`u_t` of :func:`scale_by_mars_shampoo`, whose docstring has the equations, the first step,
+    the references and the differences from their code. All other leaves are updated by AdamW with
+    the values `*_1d`; with `optimize_1d` by :func:`mars` with the main ones.
 
     Args:
       b2: Decay rate, in [0, 1), of the second moment of the other leaves under `optimize_1d`.
@@ -146,7 +146,6 @@ def mars_shampoo(
         The values `*_1d` but `eps_root_1d` are not used then.
       weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings are among these: name
         them to leave them out.
-      implementation: ... With kernels, steps of :func:`mars_m` were measured to be slower.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -156,9 +155,6 @@ def mars_shampoo(
       >>> updates, state = tx.update(params, tx.init(params), params)  # of half the sum of squares
       >>> print(f"{updates['kernel'][0, 0]:.2f} {updates['bias'][0]:.2f}")
       -0.03 -0.11
-
-    References:
-      Those of :func:`scale_by_mars_shampoo`.
     """
     # As for MARS-M, whose steps are 4 percent slower with kernels (GPT-2 small, one H200).
     settings = {**locals(), "implementation": implementation or "xla"}
