@@ -113,9 +113,7 @@ def squares(
     """
     chosen: Sequence[int] = ()
     operands = [x for leaf in leaves for x in leaf.operands]
-    known = {
-        i: x for i, x in enumerate(leaves) if x.out_dtypes == (jnp.float32,) and not _unknown(x)
-    }
+    known = {i: x for i, x in enumerate(leaves) if x.dtypes[-1] == "float32" and not _unknown(x)}
     if implementation == "pallas" and can_run() and mesh.is_plain(operands):
         chosen = [i for i, leaf in known.items() if _kernels().tiling_of_norms(leaf)]
     elif implementation is None and kernels_are_faster(operands):

@@ -114,8 +114,6 @@ def layouts(tree: Any, axes: Any, extra_args: Mapping[str, Any], what: str) -> l
 
 def require_whole(tree: Any, specs: Any, what: str) -> None:
     """Raises inside a shard_map where a leaf is not whole, for what works on whole leaves only."""
-    if not mesh.manual_axes():
-        return
     for path, x, spec in table(tree, specs):
         if any(sharded(path, x, spec, range(jnp.ndim(x)), what)):
             raise NotImplementedError(

@@ -132,8 +132,7 @@ def by_partitioner(
 
     factors = [f"slice{i} short{i} long{i}" for i in range(count)]
     axes = [[f"constant{i}axis{axis}" for axis in range(x.ndim)] for i, x in enumerate(constants)]
-    replicated = map(" ".join, axes)
-    rule = f"{', '.join([*factors, *replicated])} -> {', '.join(factors)}"
+    rule = f"{', '.join([*factors, *map(' '.join, axes)])} -> {', '.join(factors)}"
     call: Any = custom_partitioning(whole)
     call.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
 

@@ -31,13 +31,13 @@ def rule(
     inner: optax.GradientTransformation | None = None,
     default: partition.DefaultRule = partition.matrix_from_rank_2,
 ) -> named.Transformation:
-    """Builds a variant's transformation; `settings` are the arguments that the user gave.
+    """Builds a variant's transformation.
 
     Args:
       name: The public name, for errors.
       state_type: The state, with the fields `count`, `inner_state` where there is an `inner`, those
         of `moments`, and those that :class:`Estimator` keeps.
-      settings: By the names of the public functions.
+      settings: The arguments that the user gave, by the names of the public functions.
       step: The elementwise update of one leaf, see :data:`run.Step`.
       moments: The moving averages in the order in which `step` takes them, and how each begins.
       scalars: The hyperparameters of `step` at a count that starts at 1.
@@ -55,12 +55,10 @@ def rule(
     source = Estimator(**{k: settings[key] for k, key in fields.items() if key in settings})
     if max_norm is not None:
         checks.keeps_prev_grad(source.keep_prev_grad, f"`max_norm`={max_norm!r}", "None")
-    if inner is not None:
-        inner = optax.with_extra_args_support(inner)
-
-    # A tree without leaves tells which moments these settings keep.
+    # A tree without leaves shows which moments these settings keep.
     kept = {moment: zeros(()) is not None for moment, zeros in moments.items()} | source.kept
     if inner is not None:
+        inner = optax.with_extra_args_support(inner)
         kept["inner_state"] = True
     axes_of = functools.partial(partition.resolve_axes, numbers, default=default)
 

@@ -118,7 +118,7 @@ class NormsTest(parameterized.TestCase):
     def test_other_dtypes_are_left_to_xla(self):
         leaf = _leaf((8, 128))
         with trees.float64():
-            wide = dataclasses.replace(leaf, dtype=jnp.dtype("float64"))
+            wide = dataclasses.replace(leaf, out_dtypes=(jnp.dtype("float64"),))
             self.assertEqual(_calls([wide], "pallas"), 0)
             (actual,) = _run([wide], "pallas")
             self.assertEqual(actual.dtype, jnp.float64)

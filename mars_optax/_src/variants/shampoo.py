@@ -165,11 +165,9 @@ def mars_shampoo(
     if optimize_1d:
         # The vectors' rule averages the squares of corrected gradients.
         checks.keeps_prev_grad(keep_prev_grad, "`optimize_1d`=True", "False")
-        vectors = {
-            **assembly.accepted(adamw.scale_by_mars, settings),
-            "eps_root": 0.0 if eps_root_1d is None else eps_root_1d,
-            "weight_dimension_numbers": partition.no_matrices,
-        }
+        eps_root = 0.0 if eps_root_1d is None else eps_root_1d
+        own = {"eps_root": eps_root, "weight_dimension_numbers": partition.no_matrices}
+        vectors = assembly.accepted(adamw.scale_by_mars, {**settings, **own})
         vector_rule = functools.partial(adamw.scale_by_mars, **vectors)
         settings = {**settings, "learning_rate_1d": None, "weight_decay_1d": None}
     return assembly.optimizer(

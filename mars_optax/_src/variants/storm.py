@@ -78,11 +78,10 @@ def storm_adamw(
       :math:`\gamma` for its :math:`a`.
     """
     settings = {**locals(), "correction": "storm", "max_norm": None}
-    settings["weight_dimension_numbers"] = None
+    settings["weight_dimension_numbers"] = partition.no_matrices
     checks.flag("nesterov", nesterov)
 
     def rule(weight_dimension_numbers: Any = None, correction: Any = None) -> Any:
-        own = {"weight_dimension_numbers": partition.no_matrices, "correction": "storm"}
-        return adamw.rule("storm_adamw", {**settings, **own}, nesterov=nesterov)
+        return adamw.rule("storm_adamw", settings, nesterov=nesterov)
 
     return assembly.optimizer("storm_adamw", rule, settings, StormAdamwState)
