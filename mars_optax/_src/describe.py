@@ -77,8 +77,7 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
         :class:`optax.MultiSteps`.
 
     Returns:
-      A :class:`Description`, whose `str` is a table, with the reduction ("in"), output and
-      batch axes of each matrix.
+      A :class:`Description`: its `str` is a table, with reduction ("in"), output and batch axes.
 
     Raises:
       TypeError: If `tx` contains no transformation of this package that takes parameters.

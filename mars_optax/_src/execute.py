@@ -86,8 +86,7 @@ def elementwise(
     """The outputs of `fn` on each leaf; all have as many operands and outputs.
 
     `scalars` are of shape () and one dtype. "pallas" takes kernels for all that fills a block, and
-    raises where they cannot run; "xla" takes none; None takes them where they were measured to be
-    faster.
+    raises where they cannot run; "xla" takes none; None takes those measured to be faster.
     """
     chosen: Sequence[int] = ()
     message = None
@@ -108,8 +107,7 @@ def squares(
 
     All leaves have as many operands; `scalars` are numbers or arrays of shape (). "pallas" takes
     kernels on one Hopper GPU outside of meshes with types, for float32 arithmetic on leaves whose
-    blocks end with the norms; "xla" takes none; None takes them for large leaves, where they were
-    measured to be faster.
+    blocks end with the norms; "xla" takes none; None those of large leaves, measured to be faster.
     """
     chosen: Sequence[int] = ()
     operands = [x for leaf in leaves for x in leaf.operands]

@@ -54,18 +54,14 @@ def by_types(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> j
     """`fn` on a stack with explicit sharding, of the same sharding."""
     on, spec = mesh.explicit(stack), jax.typeof(stack).sharding.spec
     own = mesh.names(spec[0])
-    held = _devices(on.shape, own)
-    more: tuple[str, ...] = ()
-    if stack.shape[1] >= SHORTEST_TO_DIVIDE:
-        free = [name for name in mesh.axes_of(on, AxisType.Explicit) if name not in own]
-        more = _divided(on.shape, free, stack.shape[0] // held)
+    names = _dividing(on.shape, mesh.axes_of(on, AxisType.Explicit), own, *stack.shape[:2])
     is_whole = spec[1] is None and spec[2] is None
-    if is_whole and (own or not more):
+    if is_whole and (own or not names):
         return fn(stack, *constants)
     # Where matrices do not come out even, devices get zeros, which stay zeros.
-    missing = -stack.shape[0] % (held * _devices(on.shape, more))
+    missing = -stack.shape[0] % _devices(on.shape, names)
     padded = jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) if missing else stack
-    path = _path(spec, (*own, *more))
+    path = _path(spec, names)
     for place in path[1:]:
         padded = mesh.reshard(padded, _spec(place))
     result = fn(padded, *constants)
@@ -80,8 +76,7 @@ def by_partitioner(
     """`fn` on stacks of one kind of matrix, whose shardings only the compiler knows.
 
     For the compiler it is one operation, each of whose results is sharded as its operand: no wish
-    of ours reaches the parameters. Inside, those that are sharded alike move together to where
-    their matrices are whole, and back.
+    of ours reaches the parameters. Inside, those sharded alike move together to whole matrices.
     """
     # What JAX keeps, such as rules of derivatives, must hold on to no array.
     count, others = len(stacks), len(constants)
@@ -105,11 +100,8 @@ def by_partitioner(
             groups.setdefault((place, i if place[0] else None), []).append(i)
         paths = {}
         for (place, i), group in groups.items():
-            names, shapes = place[0], [arg_shapes[k].shape for k in group]
-            if shapes[0][1] >= SHORTEST_TO_DIVIDE:
-                slices = sum(shape[0] for shape in shapes) // _devices(on.shape, names)
-                free = [name for name in on.shape if name not in names]
-                names = (*names, *_divided(on.shape, free, slices))
+            slices = sum(arg_shapes[k].shape[0] for k in group)
+            names = _dividing(on.shape, on.axis_names, place[0], slices, arg_shapes[0].shape[1])
             paths[place, i] = _path(place, names)
 
         def local(*args: jax.Array) -> tuple[jax.Array, ...]:
@@ -171,15 +163,23 @@ def split(stack: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]
     return tuple(stack[i:j] for i, j in itertools.pairwise(bounds))
 
 
-def _divided(sizes: Mapping[str, int], free: Sequence[str], slices: int) -> tuple[str, ...]:
-    """Those of the free mesh axes that leave each of the fewest devices the fewest matrices."""
+def _dividing(
+    sizes: Mapping[str, int], axes: Sequence[str], own: tuple[str, ...], slices: int, short: int
+) -> tuple[str, ...]:
+    """The mesh axes that divide a stack: its own, and more where that is worth it.
+
+    These are the ones that leave each of the fewest devices the fewest matrices.
+    """
+    if short < SHORTEST_TO_DIVIDE:
+        return own
+    free, mine = [name for name in axes if name not in own], slices // _devices(sizes, own)
     subsets = (s for n in range(len(free) + 1) for s in itertools.combinations(free, n))
 
     def cost(names: Sequence[str]) -> tuple[int, int]:
         devices = _devices(sizes, names)
-        return math.ceil(slices / devices), devices
+        return math.ceil(mine / devices), devices
 
-    return min(subsets, key=cost)
+    return (*own, *min(subsets, key=cost))
 
 
 def _devices(sizes: Mapping[str, int], names: Sequence[str]) -> int:

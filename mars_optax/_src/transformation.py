@@ -42,8 +42,7 @@ def rule(
       moments: The moving averages in the order in which `step` takes them, and how each begins.
       scalars: The hyperparameters of `step` at a count that starts at 1.
       inner: Makes directions of those of the step, in at least float32, with any state.
-      default: Which leaves are matrices, where `weight_dimension_numbers` is None; if those of rank
-        2 alone, every leaf must be one.
+      default: Which are matrices, if none are declared; with `matrix_at_rank_2` all leaves must be.
     """
     moments = moments or {}
     max_norm, numbers = settings["max_norm"], settings["weight_dimension_numbers"]

@@ -156,8 +156,7 @@ def _ended(by_xla: Any, leaves: Any, table: jax.Array, start: int) -> tuple[list
     """The outputs from `start` on, which no block covers, and the leaves with them in place.
 
     What is written over an operand is written before a kernel gets that, which leaves its end
-    alone. Written into what the kernel returns, in a loop, XLA of JAX 0.11 took it for a part of
-    the kernel, and failed.
+    alone. Written after the kernel, in a loop, XLA of JAX 0.11 took it for part of it, and failed.
     """
     replace = dataclasses.replace
     last = [replace(leaf, operands=tuple(x[start:] for x in leaf.operands)) for leaf in leaves]
@@ -196,8 +195,7 @@ def _factor_last(fn: Any) -> Any:
 def programs_per_row(blocks: int, most: int) -> int:
     """How many programs share the blocks of a row.
 
-    As many blocks each where a number from half of `most` on allows it: a compiler can unroll a
-    loop whose length is fixed.
+    Each has as many blocks, where a number from `most` / 2 on allows it, for loops to be unrolled.
     """
     most = max(1, min(blocks, most))
     return next((n for n in range(most, most // 2, -1) if blocks % n == 0), most)

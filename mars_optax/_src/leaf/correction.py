@@ -19,8 +19,7 @@ def corrected_gradient(
     """Equation (3.10) of the paper, whose difference is that of the gradient to the previous one.
 
     Recursive estimators and those with an anchor have an estimate of the gradient where the
-    previous gradient is taken, and add its difference to that. Without a previous gradient there is
-    no correction.
+    previous gradient is taken, and add its difference to that. Without a previous gradient, c = g.
     """
     if prev_grad is None:
         return grad

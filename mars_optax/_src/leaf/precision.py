@@ -70,8 +70,7 @@ def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) 
 def copied(x: Any, dtype: Any) -> jax.Array:
     """A copy of `x` in a storage dtype. Of one with less range, finite numbers keep to it.
 
-    A gradient of 70000 kept in float16 as infinity would make the next correction infinite, and by
-    a clip of factor 0 NaN.
+    Kept in float16 as infinity, 70000 would make the next correction infinite, by a clip of 0 NaN.
     """
     x = jnp.asarray(x)
     if not jnp.iscomplexobj(x) and jnp.finfo(dtype).maxexp < jnp.finfo(x.dtype).maxexp:

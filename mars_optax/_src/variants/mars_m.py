@@ -132,15 +132,13 @@ def mars_m(
 
     Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
     :math:`u_t` of :func:`scale_by_mars_m`, whose docstring has the equations, the first step, the
-    references and the differences from their code. All other leaves are updated by AdamW with the
-    values `*_1d`.
+    references and the differences from their code. Other leaves get AdamW with the values `*_1d`.
 
     A further difference: AdamW's epsilon is added after the bias correction, as in Optax; in
     ``mars_m.py`` before, which is one of :math:`\varepsilon / \sqrt{1 - \beta_2^t}` here.
 
     Args:
-      weight_decay: ... It is multiplied by the learning rate alone, not by the factor of the
-        matrix's shape.
+      weight_decay: ... It is multiplied by the learning rate, not by the factor of the shape.
       weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings and output layers are
         among these; the reference gives them to AdamW:
         ``dimension_numbers_by_path([("embed|head", None)])``.

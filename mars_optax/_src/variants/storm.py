@@ -55,8 +55,7 @@ def storm_adamw(
         :func:`optax.adamw`.
 
     Returns:
-      An optimizer, whose `update` takes the keyword `grad_fn`: a function from parameters to the
-      gradients of this step's batch.
+      An optimizer. `update` takes the keyword `grad_fn`: from parameters to this batch's gradients.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -74,8 +73,7 @@ def storm_adamw(
 
     References:
       Cutkosky and Orabona, `Momentum-Based Variance Reduction in Non-Convex SGD
-      <https://arxiv.org/abs/1905.10018>`_, 2019: the estimator is that of Algorithm 1 (STORM), with
-      :math:`\gamma` for its :math:`a`.
+      <https://arxiv.org/abs/1905.10018>`_, 2019, Algorithm 1, whose :math:`a` is :math:`\gamma`.
     """
     settings = {**locals(), "correction": "storm", "max_norm": None}
     settings["weight_dimension_numbers"] = partition.no_matrices
