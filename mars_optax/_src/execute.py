@@ -1,7 +1,4 @@
-"""Executes a function on many leaves, by XLA or by kernels: the one door to `kernels/`.
-
-Without that folder XLA does all, and asking for kernels is refused.
-"""
+"""The one door to `kernels/`: a function on many leaves, by kernels or, also without them, XLA."""
 
 import dataclasses
 import math

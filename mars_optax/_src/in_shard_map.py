@@ -67,10 +67,7 @@ def sharded(path: tuple[Any, ...], x: Any, spec: Any, dims: Sequence[int], what:
 
 
 def sum_parts(values: Sequence[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:
-    """Sums over each matrix of a tree, each added over the devices that hold a part of it.
-
-    Those over the same mesh axes are one reduction.
-    """
+    """Sums over whole matrices from those of each device; over the same mesh axes in one go."""
     results, keys = list(values), []
     for value, (path, x, spec, a) in zip(values, table(tree, specs, axes), strict=True):
         parts = sharded(path, x, spec, a.norm_axes, "a norm")

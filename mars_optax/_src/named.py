@@ -39,10 +39,7 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
 
 def named(factory: Factory) -> Factory:
-    """Makes what a function returns show its name and the settings that are not the defaults.
-
-    Its docstring gets the entries that it leaves to `arguments`.
-    """
+    """Makes what a factory returns show name and settings; completes the factory's docstring."""
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)

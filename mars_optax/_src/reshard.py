@@ -166,10 +166,7 @@ def split(stack: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]
 def _dividing(
     sizes: Mapping[str, int], axes: Sequence[str], own: tuple[str, ...], slices: int, short: int
 ) -> tuple[str, ...]:
-    """The mesh axes that divide a stack: its own, and more where that is worth it.
-
-    These are the ones that leave each of the fewest devices the fewest matrices.
-    """
+    """Its own mesh axes, and those that leave each of the fewest devices the fewest matrices."""
     if short < SHORTEST_TO_DIVIDE:
         return own
     free, mine = [name for name in axes if name not in own], slices // _devices(sizes, own)

@@ -31,18 +31,14 @@ def rule(
     inner: optax.GradientTransformation | None = None,
     default: partition.DefaultRule = partition.matrix_from_rank_2,
 ) -> named.Transformation:
-    """Builds a variant's transformation.
+    """Builds a variant's transformation from `settings`, the arguments that the user gave, by name.
 
-    Args:
-      name: The public name, for errors.
-      state_type: The state, with the fields `count`, `inner_state` where there is an `inner`, those
-        of `moments`, and those that :class:`Estimator` keeps.
-      settings: The arguments that the user gave, by the names of the public functions.
-      step: The elementwise update of one leaf, see :data:`run.Step`.
-      moments: The moving averages in the order in which `step` takes them, and how each begins.
-      scalars: The hyperparameters of `step` at a count that starts at 1.
-      inner: Makes directions of those of the step, in at least float32, with any state.
-      default: Which are matrices, if none are declared; with `matrix_at_rank_2` all leaves must be.
+    `moments` are the moving averages in the order in which `step` takes them, and how each begins;
+    `scalars` the hyperparameters of `step` at a count that starts at 1. `inner` makes directions of
+    those of the step, in at least float32, with any state. The state has the fields `count`,
+    `inner_state` where there is an `inner`, those of `moments`, and those that :class:`Estimator`
+    keeps. `default` says which leaves are matrices, if none are declared; with `matrix_at_rank_2`
+    all must be. `name` is the public one, for errors.
     """
     moments = moments or {}
     max_norm, numbers = settings["max_norm"], settings["weight_dimension_numbers"]

@@ -125,7 +125,7 @@ def _on_gpu(fn: Any, by_xla: Any, interpret: bool, leaves: Any, table: jax.Array
         x = dataclasses.replace(x, operands=operands, factor=factor)
         flat.append(x)
         keys.append((x.size, x.rows, x.dtypes, x.factor is None, fits))
-    # One function for equal calls, which are then lowered once.
+    # One function for calls of one key and number of leaves, which are then lowered once.
     programs: dict[Any, Any] = {}
     results: dict[int, _Outputs] = {}
     lengths = [tiling.GROUP if x.size <= tiling.SMALL else 1 for x in leaves]
@@ -193,10 +193,7 @@ def _factor_last(fn: Any) -> Any:
 
 
 def programs_per_row(blocks: int, most: int) -> int:
-    """How many programs share the blocks of a row.
-
-    Each has as many blocks, where a number from `most` / 2 on allows it, for loops to be unrolled.
-    """
+    """Programs that share the blocks of a row, evenly if possible: known loops can be unrolled."""
     most = max(1, min(blocks, most))
     return next((n for n in range(most, most // 2, -1) if blocks % n == 0), most)
 

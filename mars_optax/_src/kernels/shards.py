@@ -60,9 +60,8 @@ def _partitioned(local: Callable[..., Any], data: Data, n_outputs: int) -> Calla
             sides = zip(first.sharding.spec, x.shape, first.shape, strict=False)
             return NamedSharding(on, mesh.spec(*(part if n == m else None for part, n, m in sides)))
 
-        leaves = [(first, leaf) for leaf in arg_shapes[1] for first in leaf[0][:1]]
-        ins = [jax.tree.map(lambda x, like=first: of(x, like), leaf) for first, leaf in leaves]
-        outs = [(of(first, first),) * n_outputs for first, _ in leaves]
+        ins = [jax.tree.map(lambda x, like=leaf[0][0]: of(x, like), leaf) for leaf in arg_shapes[1]]
+        outs = [(of(x[0], x[0]),) * n_outputs for x, _ in arg_shapes[1]]
         return on, local, outs, (NamedSharding(on, mesh.spec()), ins)
 
     # Elementwise: a factor for each axis of each leaf, and one of its own for a side of length 1.

@@ -84,9 +84,8 @@ def scale_by_mars_m(
       ``MARS_M/optimizers/mars_m.py`` of https://github.com/AGI-Arena/MARS.
     """
     settings, numbers = locals(), weight_dimension_numbers
-    iteration = orthogonalize.Orthogonalization(
-        ns_steps, ns_coeffs, ns_dtype, ns_precision, fn=newton_schulz_fn
-    )
+    how = ns_steps, ns_coeffs, ns_dtype, ns_precision
+    iteration = orthogonalize.Orthogonalization(*how, fn=newton_schulz_fn)
     inner = orthogonalize.transformation(iteration, newton_schulz.rms_factor, numbers)
     if row_b2 is not None:
         checks.decay_rate("row_b2", row_b2)

@@ -84,9 +84,8 @@ def scale_by_mars_shampoo(
       https://github.com/AGI-Arena/MARS.
     """
     settings = locals()
-    iteration = orthogonalize.Orthogonalization(
-        ns_steps, ns_coeffs, ns_dtype, ns_precision, eps, newton_schulz_fn
-    )
+    how = ns_steps, ns_coeffs, ns_dtype, ns_precision
+    iteration = orthogonalize.Orthogonalization(*how, eps, newton_schulz_fn)
     checks.decay_rate("b1", b1)
     factor, divisor = newton_schulz.spectral_factor, 1 - precision.upcast_scalar(b1)
     inner = orthogonalize.transformation(iteration, factor, weight_dimension_numbers, divisor)
