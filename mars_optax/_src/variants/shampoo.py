@@ -143,8 +143,7 @@ def mars_shampoo(
       eps: Epsilon >= 0 of the orthogonalization, and of the other leaves.
       optimize_1d: Whether the other leaves, too, get a variance-reduced rule, that of :func:`mars`.
         The values `*_1d` but `eps_root_1d` are not used then.
-      weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings are among these: name
-        them to leave them out.
+      weight_dimension_numbers: ... None: leaves of rank 2, embeddings too: name what to leave out.
 
     Examples:
       >>> import jax.numpy as jnp
