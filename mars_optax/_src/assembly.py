@@ -8,7 +8,7 @@ from typing import Any, Final
 import jax
 import optax
 
-from mars_optax._src import checks, execute, in_shard_map, named, partition, run, trees, types
+from mars_optax._src import checks, execute, in_shard_map, named, partition, run, trees
 from mars_optax._src.adaptive import AdaptiveGammaState
 from mars_optax._src.estimator import OF_ANY_SHAPE, PER_ROW, HandedOver
 from mars_optax._src.leaf import precision
@@ -28,17 +28,14 @@ def optimizer(
     name: str,
     matrix_rule: Rule,
     settings: Mapping[str, Any],
-    *,
-    vector_rule: Rule | None = None,
     state_type: type = State,
-    default: partition.DefaultRule = partition.matrix_from_rank_2,
-    implementation: types.Implementation | None = "xla",
+    vector_rule: Rule | None = None,
 ) -> named.Transformation:
     """Gives matrices and vectors their rule, their decay and their learning rate.
 
     `matrix_rule` makes the transformation of the matrices from those of `settings` that it takes,
     the arguments that the user gave; `vector_rule` that of the vectors from `correction`. Without,
-    the matrix rule takes all leaves. See :func:`transformation.rule` for the others.
+    the matrix rule takes all leaves. Kernels run only if `settings` have `implementation`.
     """
     rates = {key: settings[key] for key in ("weight_decay", "learning_rate")}
     rates |= {f"{key}_1d": settings.get(f"{key}_1d") for key in rates}
@@ -64,7 +61,7 @@ def optimizer(
 
     def rules_for(tree: Any) -> tuple[dict[str, Any], Any]:
         """The rules for a tree of these shapes, and which leaf has which."""
-        axes = partition.resolve_axes(numbers, tree, default)
+        axes = partition.resolve_axes(numbers, tree, sample.default)
         if vector_rule is None:
             rule = make(weight_dimension_numbers=numbers, correction=inner_correction)
             return {"matrix": rule}, jax.tree.map(lambda a: "matrix", axes)
@@ -101,12 +98,10 @@ def optimizer(
         checks.state_type(state, state_type, name)
         rules, labels = rules_for(updates)
         parts = {label: _part(labels, label, updates) for label in rules}
-
-        def wanted_of(field: str) -> Any:
-            keeping = (k for k, rule in rules.items() if getattr(rule.kept, field, False))
-            return _whole(labels, [parts[label] for label in keeping])
-
-        wanted = {field: wanted_of(field) for field in _TREES}
+        wanted = {}
+        for field in _TREES:
+            kept = [parts[k] for k, rule in rules.items() if getattr(rule.kept, field, False)]
+            wanted[field] = _whole(labels, kept)
         if hands_over:
             wanted["prev_params"] = updates
         field = "mu" if has_momentum else "prev_params" if hands_over else "prev_grad"
@@ -151,12 +146,12 @@ def optimizer(
         return trees.cast_like(result, like), new_state
 
     def step_fn(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
-        pays = implementation is None and execute.kernels_are_faster(jax.tree.leaves(updates))
-        if implementation != "pallas" and not pays:
+        by = settings.get("implementation", "xla")
+        pays = by is None and execute.kernels_are_faster(jax.tree.leaves(updates))
+        if by != "pallas" and not pays:
             updates, state = update_fn(updates, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
         checks.gradients(updates, params, "`params`")
-
         return advance(lambda rule, *args: rule.step(*args), updates, state, params, {**extra_args})
 
     result = named.Transformation(init_fn, update_fn)

@@ -20,7 +20,8 @@ class LeafDescription(NamedTuple):
       path: Its keys, joined by "/".
       shape: Its shape.
       dtype: Its dtype's name.
-      rule: "matrix", "vector", or "frozen" where no transformation of this package sees it.
+      rule: "matrix", "vector", or "frozen" where no transformation of this package sees it under
+        its path (as behind :func:`optax.flatten`).
       axes: The reduction and output axes of a matrix; None for others.
       state_bytes: Bytes of the state's arrays that belong to it alone.
     """
@@ -52,8 +53,10 @@ class Description:
     optimizer: str = ""
 
     def __str__(self) -> str:
-        header = ("leaf", "shape", "dtype", "rule", "axes", "state bytes")
-        rows = [header, *(_row(leaf) for leaf in self.leaves)]
+        rows: list[Any] = [("leaf", "shape", "dtype", "rule", "axes", "state bytes")]
+        for leaf in self.leaves:
+            cells = *leaf[:4], partition.axes_of_leaf(leaf.axes, leaf.shape), leaf.state_bytes
+            rows.append([*map(str, cells)])
         *widths, last = (max(map(len, column)) for column in zip(*rows, strict=True))
         form = " ".join([*(f"{{:{width}}}" for width in widths), f"{{:>{last}}}"])
         lines = [form.format(*row) for row in rows]
@@ -74,10 +77,7 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
         :class:`optax.MultiSteps`.
 
     Returns:
-      A :class:`Description`, whose `str` is a table. A parameter's rule is "matrix", "vector", or
-      "frozen" where no transformation of this package sees it under its path (as behind
-      :func:`optax.flatten`). Its axes are the reduction ("in"), output and batch axes; its bytes
-      are those of the parts of the state that belong to it alone.
+      A :class:`Description`: its `str` is a table, with reduction ("in"), output and batch axes.
 
     Raises:
       TypeError: If `tx` contains no transformation of this package that takes parameters.
@@ -105,35 +105,25 @@ def describe(params: optax.Params, tx: optax.GradientTransformation) -> Descript
         )
     flat = jax.tree_util.tree_leaves_with_path(params)
     owned: collections.Counter[tuple[Any, ...]] = collections.Counter()
-    state_bytes = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        size = _nbytes(leaf)
-        state_bytes += size
         # A buffer has its parameter's path behind a field of a state, as a hyperparameter may.
         names = [getattr(key, "name", "hyperparams") for key in path]
         starts = [i for i, name in enumerate(names, 1) if "hyperparams" not in name]
         owners = [p for p, _ in flat if any(path[i : i + len(p)] == p for i in starts)]
         if owners and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            owned[max(owners, key=len)] += size
+            owned[max(owners, key=len)] += _nbytes(leaf)
     leaves = []
     for path, leaf in flat:
         rule, text = axes.get(path), checks.path_string(path)
         kind: Any = "frozen" if rule is None else "matrix" if rule.is_matrix else "vector"
         numbers = rule.dimension_numbers if rule is not None and rule.is_matrix else None
-        dtype = str(jnp.result_type(leaf))
-        leaves.append(
-            LeafDescription(text, tuple(jnp.shape(leaf)), dtype, kind, numbers, owned[path])
-        )
+        shape, dtype = tuple(jnp.shape(leaf)), str(jnp.result_type(leaf))
+        leaves.append(LeafDescription(text, shape, dtype, kind, numbers, owned[path]))
     kinds = [leaf.rule for leaf in leaves]
     counts = {kind: kinds.count(kind) for kind in ("matrix", "vector", "frozen")}
-    param_bytes = sum(_nbytes(leaf) for _, leaf in flat)
+    param_bytes, state_bytes = (sum(map(_nbytes, jax.tree.leaves(x))) for x in (params, state))
     optimizer = repr(tx) if isinstance(tx, named.Transformation) else ""
     return Description(tuple(leaves), counts, param_bytes, state_bytes, optimizer)
-
-
-def _row(leaf: LeafDescription) -> tuple[str, ...]:
-    axes = partition.axes_of_leaf(leaf.axes, leaf.shape)
-    return (leaf.path, str(leaf.shape), leaf.dtype, leaf.rule, str(axes), str(leaf.state_bytes))
 
 
 def _nbytes(leaf: Any) -> int:

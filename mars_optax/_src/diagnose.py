@@ -80,7 +80,8 @@ def diagnose(
     checks.decay_rate("b1", b1)
     checks.max_norm(max_norm)
     checks.arrays(grads, "Gradient")
-    by_path = dict(jax.tree_util.tree_leaves_with_path(grads))
+    flat = jax.tree_util.tree_leaves_with_path(grads)
+    by_path = {path: precision.upcast(x, jnp.float32) for path, x in flat}
     g_g = p_p = g_p = d_d = c_c = clipped = gammas = zero = jnp.zeros([], jnp.float32)
     leaves = matrices = 0
     for node in states.with_previous_gradient(state):
@@ -91,7 +92,7 @@ def diagnose(
         for path, stored in states.previous_gradients(node).items():
             if path not in by_path:
                 continue
-            leaves, g, p = leaves + 1, _float32(by_path[path]), _float32(stored)
+            leaves, g, p = leaves + 1, by_path[path], precision.upcast(stored, jnp.float32)
             if rule is not None:
                 value = values[path].astype(jnp.float32)
                 gammas, matrices = gammas + jnp.sum(value), matrices + value.size
@@ -103,8 +104,7 @@ def diagnose(
             if max_norm is not None:
                 clipped += (root(squares) > max_norm).astype(jnp.float32)
     if not leaves:
-        norms = [_inner(_float32(g), _float32(g)) for g in by_path.values()]
-        return {"gradient_norm": root(sum(norms, start=zero))}
+        return {"gradient_norm": root(sum((_inner(g, g) for g in by_path.values()), start=zero))}
     measures = {
         "gradient_norm": root(g_g),
         "corrected_norm": root(c_c),
@@ -116,11 +116,6 @@ def diagnose(
     if rule is not None:
         measures["gamma"] = gammas / matrices
     return measures
-
-
-def _float32(x: Any) -> jax.Array:
-    wide = precision.upcast(x)
-    return wide.astype(jnp.complex64 if jnp.iscomplexobj(wide) else jnp.float32)
 
 
 def _inner(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -1,7 +1,4 @@
-"""Executes a function on many leaves, by XLA or by kernels: the one door to `kernels/`.
-
-Without that folder XLA does all, and asking for kernels is refused.
-"""
+"""The one door to `kernels/`: a function on many leaves, by kernels or, also without them, XLA."""
 
 import dataclasses
 import math
@@ -27,9 +24,10 @@ _DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
 
 @dataclasses.dataclass(frozen=True)
 class _Operands:
-    """What a function reads of one leaf: arrays of one shape."""
+    """What a function reads of one leaf, arrays of one shape, and in which dtypes it returns."""
 
     operands: tuple[jax.Array, ...]
+    out_dtypes: tuple[Any, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,31 +39,23 @@ class _Operands:
         """Elements of each operand."""
         return self.operands[0].size
 
-
-@dataclasses.dataclass(frozen=True)
-class Leaf(_Operands):
-    """What an elementwise function reads and writes of one leaf."""
-
-    factor: Any  # an array that is broadcast to the shape, of its rank, or None; XLA takes any tree
-    out_dtypes: tuple[Any, ...]
-    aliases: Mapping[int, int]  # outputs to operands of their dtypes, whose buffers they may take
-
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Of all operands and outputs."""
         dtypes = (*(x.dtype for x in self.operands), *self.out_dtypes)
         return tuple(str(jnp.dtype(dtype)) for dtype in dtypes)
 
-    @property
-    def has_plain_factor(self) -> bool:
-        """Whether its factor is one that kernels know: one array, or none."""
-        return self.factor is None or isinstance(self.factor, jax.Array)
+
+@dataclasses.dataclass(frozen=True)
+class Leaf(_Operands):
+    """What an elementwise function reads and writes of one leaf."""
+
+    factor: Any  # an array that is broadcast to the shape, of its rank, or None; XLA takes any tree
+    aliases: Mapping[int, int]  # outputs to operands of their dtypes, whose buffers they may take
 
     @property
     def rows(self) -> int | None:
         """The equal rows of the flat leaf, each with its factor; None if it has no such."""
-        if not self.has_plain_factor:
-            return None
         if self.factor is None or self.factor.size == 1:
             return 1
         shape = self.factor.shape
@@ -75,15 +65,9 @@ class Leaf(_Operands):
 
 @dataclasses.dataclass(frozen=True)
 class NormLeaf(_Operands):
-    """What norms are taken of."""
+    """What norms are taken of; the one dtype is that of the arithmetic, and of the sums."""
 
     axes: tuple[int, ...]  # those of a norm, not negative and in order
-    dtype: Any  # that of the arithmetic, and of the sums
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """Of all operands, and of the arithmetic."""
-        return tuple(str(jnp.dtype(x)) for x in (*(x.dtype for x in self.operands), self.dtype))
 
     @property
     def rows(self) -> int | None:
@@ -99,8 +83,7 @@ def elementwise(
     """The outputs of `fn` on each leaf; all have as many operands and outputs.
 
     `scalars` are of shape () and one dtype. "pallas" takes kernels for all that fills a block, and
-    raises where they cannot run; "xla" takes none; None takes them where they were measured to be
-    faster.
+    raises where they cannot run; "xla" takes none; None takes those measured to be faster.
     """
     chosen: Sequence[int] = ()
     message = None
@@ -121,14 +104,13 @@ def squares(
 
     All leaves have as many operands; `scalars` are numbers or arrays of shape (). "pallas" takes
     kernels on one Hopper GPU outside of meshes with types, for float32 arithmetic on leaves whose
-    blocks end with the norms; "xla" takes none; None takes them for large leaves, where they were
-    measured to be faster.
+    blocks end with the norms; "xla" takes none; None those of large leaves, measured to be faster.
     """
     chosen: Sequence[int] = ()
     operands = [x for leaf in leaves for x in leaf.operands]
-    known = {i: x for i, x in enumerate(leaves) if x.dtype == jnp.float32 and not _unknown(x)}
+    known = {i: x for i, x in enumerate(leaves) if x.dtypes[-1] == "float32" and not _unknown(x)}
     if implementation == "pallas" and can_run() and mesh.is_plain(operands):
-        chosen = _kernels().whole_blocks(known)
+        chosen = [i for i, leaf in known.items() if _kernels().tiling_of_norms(leaf)]
     elif implementation is None and kernels_are_faster(operands):
         chosen = _kernels().large(known)
     return _divided("squares", fn, leaves, scalars, chosen, _squares_by_xla)
@@ -187,7 +169,7 @@ def _by_xla(fn: Elementwise, leaf: Leaf, scalars: Sequence[Any]) -> tuple[jax.Ar
 
 
 def _squares_by_xla(fn: Normed, leaf: NormLeaf, scalars: Sequence[Any]) -> jax.Array:
-    return clipping.squares(fn(leaf.operands, tuple(scalars), leaf.dtype), leaf.axes)
+    return clipping.squares(fn(leaf.operands, tuple(scalars), *leaf.out_dtypes), leaf.axes)
 
 
 def _unknown(leaf: Any) -> set[str]:
@@ -197,7 +179,7 @@ def _unknown(leaf: Any) -> set[str]:
 
 def _obstacle(leaf: Leaf) -> str | None:
     """Why there is no kernel for a leaf."""
-    if not leaf.has_plain_factor:
+    if not (leaf.factor is None or isinstance(leaf.factor, jax.Array)):
         return "a leaf has a gamma for each of its matrices, which no kernel knows"
     other = _unknown(leaf)
     return f"a leaf is kept or computed in {min(other)}, not in 16 or 32 bits" if other else None

@@ -66,28 +66,21 @@ def sharded(path: tuple[Any, ...], x: Any, spec: Any, dims: Sequence[int], what:
     return [tuple(name for name in mesh.names(parts[dim]) if name in manual) for dim in dims]
 
 
-def sums(values: Sequence[jax.Array], names: Sequence[tuple[str, ...]]) -> list[jax.Array]:
-    """Each value summed over its mesh axes; those with the same axes in one reduction."""
-    results = list(values)
-    # Joined, values would vary over the axes of all.
-    keys = [(axes, mesh.varying(x)) for x, axes in zip(values, names, strict=True)]
+def sum_parts(values: Sequence[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:
+    """Sums over whole matrices from those of each device; over the same mesh axes in one go."""
+    results, keys = list(values), []
+    for value, (path, x, spec, a) in zip(values, table(tree, specs, axes), strict=True):
+        parts = sharded(path, x, spec, a.norm_axes, "a norm")
+        # Joined, values would vary over the axes of all.
+        keys.append((tuple(itertools.chain(*parts)), mesh.varying(value)))
     for key in dict.fromkeys(key for key in keys if key[0]):
-        axes, mine = key[0], [i for i, other in enumerate(keys) if other == key]
-        total = jax.lax.psum(jnp.concatenate([values[i].reshape(-1) for i in mine]), axes)
+        mine = [i for i, other in enumerate(keys) if other == key]
+        total = jax.lax.psum(jnp.concatenate([values[i].reshape(-1) for i in mine]), key[0])
         ends = itertools.accumulate(values[i].size for i in mine)
         for i, end in zip(mine, ends, strict=True):
             piece = total[end - values[i].size : end]
             results[i] = piece.reshape(values[i].shape).astype(values[i].dtype)
     return results
-
-
-def sum_parts(values: Sequence[jax.Array], tree: Any, axes: Any, specs: Any) -> list[jax.Array]:
-    """Sums over each matrix of a tree, each added over the devices that hold a part of it."""
-    names = [
-        tuple(n for part in sharded(path, x, spec, a.norm_axes, "a norm") for n in part)
-        for path, x, spec, a in table(tree, specs, axes)
-    ]
-    return sums(values, names)
 
 
 class Layout(NamedTuple):
@@ -118,8 +111,6 @@ def layouts(tree: Any, axes: Any, extra_args: Mapping[str, Any], what: str) -> l
 
 def require_whole(tree: Any, specs: Any, what: str) -> None:
     """Raises inside a shard_map where a leaf is not whole, for what works on whole leaves only."""
-    if not mesh.manual_axes():
-        return
     for path, x, spec in table(tree, specs):
         if any(sharded(path, x, spec, range(jnp.ndim(x)), what)):
             raise NotImplementedError(

@@ -6,18 +6,10 @@ from typing import Any
 import jax
 import optax
 
-from mars_optax._src import (
-    checks,
-    in_shard_map,
-    named,
-    partition,
-    run,
-    transformation,
-    trees,
-    types,
-)
+from mars_optax._src import checks, in_shard_map, named, partition, transformation, trees, types
 from mars_optax._src.adaptive import Gamma
 from mars_optax._src.estimator import Estimate
+from mars_optax._src.run import run_step
 from mars_optax._src.states import CorrectGradientsState
 
 
@@ -130,7 +122,7 @@ def clip_by_leaf_norm(
         step, nothing = transformation.identity_step, Estimate(None, 0.0)
         how = {"max_norm": max_norm, "axes": axes_of(updates), "implementation": "xla"}
         specs = in_shard_map.specs_of(extra_args, updates)
-        clipped, _ = run.run_step(step, updates, nothing, (), **how, specs=specs)
+        clipped, _ = run_step(step, updates, nothing, (), **how, specs=specs)
         return trees.cast_like(clipped, updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -8,7 +8,6 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 spec = PartitionSpec
-_Function = Callable[..., Any]
 
 
 def is_one_device() -> bool:
@@ -20,9 +19,8 @@ def is_one_device() -> bool:
 def is_plain(arrays: Sequence[Any]) -> bool:
     """Whether there is one device, and no mesh on which arrays have types of their own."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
-    return is_one_device() and {kind for mesh in meshes for kind in mesh.axis_types} <= {
-        AxisType.Auto
-    }
+    kinds = {kind for mesh in meshes for kind in mesh.axis_types}
+    return is_one_device() and kinds <= {AxisType.Auto}
 
 
 def is_local(x: Any) -> bool:
@@ -70,8 +68,7 @@ def names(part: Any) -> tuple[str, ...]:
 
 def reshard(x: jax.Array, to: Any) -> jax.Array:
     """An array on an explicit mesh, with another partition spec."""
-    sharding = NamedSharding(explicit(x), to)
-    return jax.sharding.reshard(x, sharding)
+    return jax.sharding.reshard(x, NamedSharding(explicit(x), to))
 
 
 def whole(x: jax.Array) -> jax.Array:
@@ -102,23 +99,16 @@ def part(x: jax.Array, dims: Sequence[int], over: Sequence[Sequence[str]]) -> ja
     return x
 
 
-def opaque(fn: _Function, xla: _Function) -> _Function:
+def opaque(fn: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, which no transformation looks into: batched and differentiated as `xla`."""
+    batched: Any = jax.custom_batching.custom_vmap(lambda *args: fn(*args))
 
-    @jax.custom_batching.custom_vmap
-    def batched(*args: Any) -> Any:
-        return fn(*args)
-
-    @batched.def_vmap
+    @batched.def_vmap  # type: ignore[untyped-decorator]
     def _batched(size: int, is_batched: Sequence[Any], *args: Any) -> Any:
         axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
         outputs = jax.vmap(xla, axes, axis_size=size)(*args)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     run: Any = jax.custom_jvp(batched)
-
-    @run.defjvp  # type: ignore[untyped-decorator]
-    def _jvp(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(xla, primals, tangents)
-
+    run.defjvp(lambda primals, tangents: jax.jvp(xla, primals, tangents))
     return run

@@ -20,8 +20,10 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
     """
 
     # Of a rule: (updates, state, finish, extra_args) -> (new parameters, new state), with what
-    # follows the directions as `finish`; its state with True for each field that the settings keep.
+    # follows the directions as `finish`; which leaves are matrices if none are declared; its state
+    # with True for each field that the settings keep.
     step: Callable[..., tuple[Any, Any]] | None = None
+    default: Any = None
     kept: Any = None
     estimator: Any = None
     # Of an optimizer: (updates, state, params, extra_args) -> (new parameters, new state).
@@ -37,10 +39,7 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
 
 def named(factory: Factory) -> Factory:
-    """Makes what a function returns show its name and the settings that are not the defaults.
-
-    Its docstring gets the entries that it leaves to `arguments`.
-    """
+    """Makes what a factory returns show name and settings; completes the factory's docstring."""
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)

@@ -54,18 +54,14 @@ def by_types(fn: StackFn, stack: jax.Array, constants: Sequence[jax.Array]) -> j
     """`fn` on a stack with explicit sharding, of the same sharding."""
     on, spec = mesh.explicit(stack), jax.typeof(stack).sharding.spec
     own = mesh.names(spec[0])
-    held = _devices(on.shape, own)
-    more: tuple[str, ...] = ()
-    if stack.shape[1] >= SHORTEST_TO_DIVIDE:
-        free = [name for name in mesh.axes_of(on, AxisType.Explicit) if name not in own]
-        more = _divided(on.shape, free, stack.shape[0] // held)
+    names = _dividing(on.shape, mesh.axes_of(on, AxisType.Explicit), own, *stack.shape[:2])
     is_whole = spec[1] is None and spec[2] is None
-    if is_whole and (own or not more):
+    if is_whole and (own or not names):
         return fn(stack, *constants)
     # Where matrices do not come out even, devices get zeros, which stay zeros.
-    missing = -stack.shape[0] % (held * _devices(on.shape, more))
+    missing = -stack.shape[0] % _devices(on.shape, names)
     padded = jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) if missing else stack
-    path = _path(spec, (*own, *more))
+    path = _path(spec, names)
     for place in path[1:]:
         padded = mesh.reshard(padded, _spec(place))
     result = fn(padded, *constants)
@@ -80,8 +76,7 @@ def by_partitioner(
     """`fn` on stacks of one kind of matrix, whose shardings only the compiler knows.
 
     For the compiler it is one operation, each of whose results is sharded as its operand: no wish
-    of ours reaches the parameters. Inside, those that are sharded alike move together to where
-    their matrices are whole, and back.
+    of ours reaches the parameters. Inside, those sharded alike move together to whole matrices.
     """
     # What JAX keeps, such as rules of derivatives, must hold on to no array.
     count, others = len(stacks), len(constants)
@@ -105,11 +100,8 @@ def by_partitioner(
             groups.setdefault((place, i if place[0] else None), []).append(i)
         paths = {}
         for (place, i), group in groups.items():
-            names, shapes = place[0], [arg_shapes[k].shape for k in group]
-            if shapes[0][1] >= SHORTEST_TO_DIVIDE:
-                slices = sum(shape[0] for shape in shapes) // _devices(on.shape, names)
-                free = [name for name in on.shape if name not in names]
-                names = (*names, *_divided(on.shape, free, slices))
+            slices = sum(arg_shapes[k].shape[0] for k in group)
+            names = _dividing(on.shape, on.axis_names, place[0], slices, arg_shapes[0].shape[1])
             paths[place, i] = _path(place, names)
 
         def local(*args: jax.Array) -> tuple[jax.Array, ...]:
@@ -122,11 +114,7 @@ def by_partitioner(
                 missing = -stack.shape[0] % _devices(on.shape, path[-1][0][len(path[0][0]) :])
                 resized = jnp.resize(stack, (stack.shape[0] + missing, *stack.shape[1:]))
                 stack = jax.lax.optimization_barrier(resized)
-                for before, after in itertools.pairwise(path):
-                    stack = _moved(stack, before, after)
-                stack = fn(stack, *args[count:])
-                for before, after in itertools.pairwise(reversed(path)):
-                    stack = _moved(stack, before, after)
+                stack = _moved(fn(_moved(stack, path), *args[count:]), path[::-1])
                 for i, result in zip(group, split(stack, parts), strict=True):
                     results[i] = result
             return tuple(results)
@@ -136,8 +124,7 @@ def by_partitioner(
 
     factors = [f"slice{i} short{i} long{i}" for i in range(count)]
     axes = [[f"constant{i}axis{axis}" for axis in range(x.ndim)] for i, x in enumerate(constants)]
-    replicated = map(" ".join, axes)
-    rule = f"{', '.join([*factors, *replicated])} -> {', '.join(factors)}"
+    rule = f"{', '.join([*factors, *map(' '.join, axes)])} -> {', '.join(factors)}"
     call: Any = custom_partitioning(whole)
     call.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
 
@@ -164,8 +151,7 @@ _stacks_p.def_abstract_eval(
 def _lower(ctx: Any, *args: Any, whole: Any, call: Any) -> Any:
     is_exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
     chosen = jaxpr_as_fun(whole if is_exported else call)
-    lowered: Any = mlir.lower_fun(chosen, multiple_results=True)
-    return lowered(ctx, *args)
+    return mlir.lower_fun(chosen, multiple_results=True)(ctx, *args)
 
 
 mlir.register_lowering(_stacks_p, _lower)
@@ -177,15 +163,20 @@ def split(stack: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]
     return tuple(stack[i:j] for i, j in itertools.pairwise(bounds))
 
 
-def _divided(sizes: Mapping[str, int], free: Sequence[str], slices: int) -> tuple[str, ...]:
-    """Those of the free mesh axes that leave each of the fewest devices the fewest matrices."""
+def _dividing(
+    sizes: Mapping[str, int], axes: Sequence[str], own: tuple[str, ...], slices: int, short: int
+) -> tuple[str, ...]:
+    """Its own mesh axes, and those that leave each of the fewest devices the fewest matrices."""
+    if short < SHORTEST_TO_DIVIDE:
+        return own
+    free, mine = [name for name in axes if name not in own], slices // _devices(sizes, own)
     subsets = (s for n in range(len(free) + 1) for s in itertools.combinations(free, n))
 
     def cost(names: Sequence[str]) -> tuple[int, int]:
         devices = _devices(sizes, names)
-        return math.ceil(slices / devices), devices
+        return math.ceil(mine / devices), devices
 
-    return min(subsets, key=cost)
+    return (*own, *min(subsets, key=cost))
 
 
 def _devices(sizes: Mapping[str, int], names: Sequence[str]) -> int:
@@ -200,7 +191,6 @@ def _path(spec: Any, names: Sequence[str]) -> list[_Place]:
     gather: mesh axes not in `names`, and those that are beyond them.
     """
     path = [tuple(mesh.names(part) for part in (*spec, None, None, None)[:3])]
-
     for axis in (1, 2):
         stack, *sides = path[-1]
         moved = tuple(itertools.takewhile(lambda name: name in names, sides[axis - 1]))
@@ -213,18 +203,21 @@ def _path(spec: Any, names: Sequence[str]) -> list[_Place]:
     return [place for place, _ in itertools.groupby(path)]
 
 
-def _moved(x: jax.Array, before: _Place, after: _Place) -> jax.Array:
-    """What a device has of a stack after one step of a path, or of one that is walked back."""
-    changed = [axis for axis in range(3) if before[axis] != after[axis]]
-    if len(changed) == 2:
-        # Mesh axes go from a side to the stack, or back.
-        source, target = changed if len(before[0]) > len(after[0]) else reversed(changed)
-        names = before[source][len(after[source]) :]
-        return jax.lax.all_to_all(x, names, split_axis=target, concat_axis=source, tiled=True)
-    (axis,) = changed
-    kept = min(len(before[axis]), len(after[axis]))
-    x = mesh.gathered(x, [axis], [before[axis][kept:]])
-    return mesh.part(x, [axis], [after[axis][kept:]])
+def _moved(x: jax.Array, path: Sequence[_Place]) -> jax.Array:
+    """What a device has of a stack at the end of a path, which may be one that is walked back."""
+    for before, after in itertools.pairwise(path):
+        changed = [axis for axis in range(3) if before[axis] != after[axis]]
+        if len(changed) == 2:
+            # Mesh axes go from a side to the stack, or back.
+            source, target = changed if len(before[0]) > len(after[0]) else reversed(changed)
+            names = before[source][len(after[source]) :]
+            x = jax.lax.all_to_all(x, names, split_axis=target, concat_axis=source, tiled=True)
+        else:
+            (axis,) = changed
+            kept = min(len(before[axis]), len(after[axis]))
+            x = mesh.gathered(x, [axis], [before[axis][kept:]])
+            x = mesh.part(x, [axis], [after[axis][kept:]])
+    return x
 
 
 def _spec(place: _Place) -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, trees
+from mars_optax._src import checks
 from mars_optax._src.leaf import precision
 
 
@@ -71,14 +71,13 @@ def stochastic_apply_updates(
     checks.same_shapes("updates", updates, params, "`params`", advice)
     keys = optax.tree.split_key_like(key, params)
 
-    def on_leaf(param: Any, update: Any, leaf_key: jax.Array) -> tuple[jax.Array]:
+    def on_leaf(param: Any, update: Any, leaf_key: jax.Array) -> jax.Array:
         dtype = jnp.result_type(param)
         if not jnp.issubdtype(dtype, jnp.inexact):
-            return (jnp.asarray(param + update).astype(dtype),)
+            return jnp.asarray(param + update).astype(dtype)
         total = precision.upcast(param) + precision.upcast(update)
         if total.dtype == dtype or jnp.iscomplexobj(total):
-            return (total.astype(dtype),)
-        return (_round_stochastically(total, dtype, leaf_key),)
+            return total.astype(dtype)
+        return _round_stochastically(total, dtype, leaf_key)
 
-    (result,) = trees.map_unzip(on_leaf, (params, updates, keys), (params,))
-    return result
+    return jax.tree.map(on_leaf, params, updates, keys)

@@ -115,11 +115,10 @@ def run_step(
         first = wide.dtype if param is None else present[-1].dtype
         out_dtypes = (first, *(x.dtype for x in old if x is not None))
         # The moments, and the parameter, are written over what they were.
-        begin = 1 + has_other
-        aliases = {1 + i: begin + i for i in range(len(out_dtypes) - 1)}
+        aliases = {i: has_other + i for i in range(1, len(out_dtypes))}
         if param is not None:
             aliases[0] = len(present) - 1
-        return execute.Leaf(tuple(present), clip, out_dtypes, aliases)
+        return execute.Leaf(tuple(present), out_dtypes, clip, aliases)
 
     params, all_decays = (None, None) if finish is None else (finish.params, finish.decays)
     table = trees.rows((updates, estimate.other, params, *moments))
@@ -157,5 +156,5 @@ def _squares(
         present = [jnp.asarray(x) for x in (grad, other, *rest) if x is not None]
         operands = tuple(present[: 1 if other is None else 2])
         norm_axes = tuple(sorted(axis % jnp.ndim(grad) for axis in leaf_axes.norm_axes))
-        leaves.append(execute.NormLeaf(operands, norm_axes, precision.compute_dtype(*present)))
+        leaves.append(execute.NormLeaf(operands, (precision.compute_dtype(*present),), norm_axes))
     return execute.squares(corrected, leaves, [estimate.coefficient], implementation)

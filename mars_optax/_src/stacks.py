@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from mars_optax._src import mesh, partition, reshard
 
-# Elements of a stack: so many fill a GPU many times over, and two or three arrays of this size are
-# all that is needed beside the leaves.
+# Elements of a stack: they fill a GPU many times; beside the leaves two or three are needed.
 LARGEST: Final = 1 << 28
 
 

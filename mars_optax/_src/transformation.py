@@ -14,8 +14,6 @@ from mars_optax._src.estimator import Estimator
 from mars_optax._src.leaf import quantization
 from mars_optax._src.leaf.momentum import momentum_step
 
-Moments = Mapping[str, Callable[[optax.Params], Any]]
-
 
 def identity_step(c: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
     """The corrected and clipped gradient itself."""
@@ -28,24 +26,19 @@ def rule(
     settings: Mapping[str, Any],
     *,
     step: run.Step = identity_step,
-    moments: Moments | None = None,
+    moments: Mapping[str, Callable[[optax.Params], Any]] | None = None,
     scalars: Callable[[jax.Array], Mapping[str, Any]] = lambda count: {},
     inner: optax.GradientTransformation | None = None,
     default: partition.DefaultRule = partition.matrix_from_rank_2,
 ) -> named.Transformation:
-    """Builds a variant's transformation; `settings` are the arguments that the user gave.
+    """Builds a variant's transformation from `settings`, the arguments that the user gave, by name.
 
-    Args:
-      name: The public name, for errors.
-      state_type: The state, with the fields `count`, `inner_state` where there is an `inner`, those
-        of `moments`, and those that :class:`Estimator` keeps.
-      settings: By the names of the public functions.
-      step: The elementwise update of one leaf, see :data:`run.Step`.
-      moments: The moving averages in the order in which `step` takes them, and how each begins.
-      scalars: The hyperparameters of `step` at a count that starts at 1.
-      inner: Makes directions of those of the step, in at least float32, with any state.
-      default: Which leaves are matrices, where `weight_dimension_numbers` is None; if those of rank
-        2 alone, every leaf must be one.
+    `moments` are the moving averages in the order in which `step` takes them, and how each begins;
+    `scalars` the hyperparameters of `step` at a count that starts at 1. `inner` makes directions of
+    those of the step, in at least float32, with any state. The state has the fields `count`,
+    `inner_state` where there is an `inner`, those of `moments`, and those that :class:`Estimator`
+    keeps. `default` says which leaves are matrices, if none are declared; with `matrix_at_rank_2`
+    all must be. `name` is the public one, for errors.
     """
     moments = moments or {}
     max_norm, numbers = settings["max_norm"], settings["weight_dimension_numbers"]
@@ -57,12 +50,10 @@ def rule(
     source = Estimator(**{k: settings[key] for k, key in fields.items() if key in settings})
     if max_norm is not None:
         checks.keeps_prev_grad(source.keep_prev_grad, f"`max_norm`={max_norm!r}", "None")
-    if inner is not None:
-        inner = optax.with_extra_args_support(inner)
-
-    # A tree without leaves tells which moments these settings keep.
+    # A tree without leaves shows which moments these settings keep.
     kept = {moment: zeros(()) is not None for moment, zeros in moments.items()} | source.kept
     if inner is not None:
+        inner = optax.with_extra_args_support(inner)
         kept["inner_state"] = True
     axes_of = functools.partial(partition.resolve_axes, numbers, default=default)
 
@@ -88,26 +79,16 @@ def rule(
         if source.dtype is not None and quantization.is_scaled(source.dtype):
             in_shard_map.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
         estimate, fields = source.estimate(updates, state, params, extra_args, axes)
-        result, new_moments = run.run_step(
-            step,
-            updates,
-            estimate,
-            tuple(getattr(state, moment) for moment in moments),
-            max_norm=max_norm,
-            axes=axes,
-            implementation=by,
-            specs=specs,
-            finish=None if inner is not None else finish,
-            **scalars(count),
-        )
+        old = tuple(getattr(state, moment) for moment in moments)
+        how = {"max_norm": max_norm, "axes": axes, "implementation": by, "specs": specs}
+        how["finish"] = finish if inner is None else None
+        result, new_moments = run.run_step(step, updates, estimate, old, **how, **scalars(count))
         if inner is not None:
             result, new = inner.update(result, state.inner_state, params, **extra_args)
             checks.inner_state(new, state.inner_state, name)
             # Of the old one's structure: metadata in the nodes of gradients may differ.
-            old, treedef = jax.tree.flatten(state.inner_state)
-            leaves = zip(jax.tree.leaves(new), old, strict=True)
-            kept_dtypes = [x.astype(jnp.result_type(y)) for x, y in leaves]
-            fields["inner_state"] = jax.tree.unflatten(treedef, kept_dtypes)
+            new = jax.tree.unflatten(jax.tree.structure(state.inner_state), jax.tree.leaves(new))
+            fields["inner_state"] = trees.cast_like(new, state.inner_state)
             result = result if finish is None else finish.tree(result)
         moved = dict(zip(moments, new_moments, strict=True))
         return result, state_type(count=count, **fields, **moved)
@@ -121,9 +102,8 @@ def rule(
         return advance(updates, state, finish.params, extra_args, implementation, finish)
 
     result = named.Transformation(init_fn, update_fn)
-    result.step = step_fn
+    result.step, result.default, result.estimator = step_fn, default, source
     result.kept = state_type(count=True, **kept)
-    result.estimator = source
     return result
 
 

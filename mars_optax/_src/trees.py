@@ -13,9 +13,8 @@ def rows(inputs: Sequence[Any]) -> list[tuple[Any, ...]]:
     """For each leaf of the first tree a tuple with those of all; the leaves of None are None."""
     leaves = jax.tree.leaves(inputs[0])
     treedef: Any = jax.tree.structure(inputs[0])
-    columns = [
-        [None] * len(leaves) if tree is None else treedef.flatten_up_to(tree) for tree in inputs[1:]
-    ]
+    absent = [None] * len(leaves)
+    columns = [absent if tree is None else treedef.flatten_up_to(tree) for tree in inputs[1:]]
     return list(zip(leaves, *columns, strict=True))
 
 
@@ -38,12 +37,11 @@ def map_unzip(
 
 def zeros(params: Any, dtype: Any = None, *, averages_squares: bool = False) -> Any:
     """A buffer of zeros for each parameter, in its storage dtype."""
-    return jax.tree.map(
-        lambda p: zeros_like(
-            p, precision.storage_dtype(p, dtype, averages_squares=averages_squares)
-        ),
-        params,
-    )
+
+    def on_leaf(p: Any) -> jax.Array:
+        return zeros_like(p, precision.storage_dtype(p, dtype, averages_squares=averages_squares))
+
+    return jax.tree.map(on_leaf, params)
 
 
 def zeros_like(p: Any, dtype: Any) -> jax.Array:

@@ -68,7 +68,7 @@ def _leaf(
     if factor is not None:
         factor = jnp.asarray(rng.uniform(0.5, 1.0, factor), jnp.float32)
     outs = (dtypes[4], dtypes[2], dtypes[3])
-    return execute.Leaf(tuple(operands), factor, outs, _ALIASES)
+    return execute.Leaf(tuple(operands), outs, factor, _ALIASES)
 
 
 def _put(leaf: execute.Leaf, sharding: NamedSharding) -> execute.Leaf:
@@ -278,7 +278,7 @@ class LoweringTest(parameterized.TestCase):
 
         def cut(leaf: execute.Leaf) -> execute.Leaf:
             operands = tuple(x.astype(d) for x, d in zip(leaf.operands, dtypes, strict=False))
-            return execute.Leaf(operands, leaf.factor, outs, aliases)
+            return execute.Leaf(operands, outs, leaf.factor, aliases)
 
         leaves = [cut(leaf) for leaf in leaves]
 

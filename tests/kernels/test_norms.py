@@ -32,9 +32,8 @@ def _leaf(
 ) -> execute.NormLeaf:
     rng = np.random.default_rng([seed, *shape])
     operands = tuple(jnp.asarray(rng.standard_normal(shape), dtype) for dtype in dtypes)
-    return execute.NormLeaf(
-        operands, tuple(range(len(shape))) if axes is None else axes, jnp.float32
-    )
+    axes = tuple(range(len(shape))) if axes is None else axes
+    return execute.NormLeaf(operands, (jnp.float32,), axes)
 
 
 def _run(leaves: list[execute.NormLeaf], implementation: Any, fn: Any = _corrected) -> Any:
@@ -119,7 +118,7 @@ class NormsTest(parameterized.TestCase):
     def test_other_dtypes_are_left_to_xla(self):
         leaf = _leaf((8, 128))
         with trees.float64():
-            wide = dataclasses.replace(leaf, dtype=jnp.dtype("float64"))
+            wide = dataclasses.replace(leaf, out_dtypes=(jnp.dtype("float64"),))
             self.assertEqual(_calls([wide], "pallas"), 0)
             (actual,) = _run([wide], "pallas")
             self.assertEqual(actual.dtype, jnp.float64)
@@ -245,7 +244,7 @@ class NormsTest(parameterized.TestCase):
             ((65535, 128), (1,), True),
             ((65536, 128), (1,), False),
         ):
-            leaf = execute.NormLeaf((struct(shape, jnp.float32),) * 2, axes, jnp.float32)
+            leaf = execute.NormLeaf((struct(shape, jnp.float32),) * 2, (jnp.float32,), axes)
             self.assertEqual(calls.tiling_of_norms(leaf) is not None, fits, shape)
 
     def test_on_several_devices_it_is_left_to_xla(self):
@@ -287,9 +286,9 @@ class StepTest(absltest.TestCase):
         with trees.float64():
             tx = mars_optax.scale_by_mars(mu_dtype="float64")
             grads = {"x": jnp.ones((2, 3), jnp.float32)}
-            self.assertEqual(self._leaf_of(tx, grads, grads).dtype, jnp.float64)
+            self.assertEqual(self._leaf_of(tx, grads, grads).out_dtypes, (jnp.float64,))
             tx = mars_optax.scale_by_mars(nu_dtype="float32", mu_dtype="float32")
-            self.assertEqual(self._leaf_of(tx, grads, grads).dtype, jnp.float32)
+            self.assertEqual(self._leaf_of(tx, grads, grads).out_dtypes, (jnp.float32,))
 
     def test_axes_are_in_order_and_not_negative(self):
         numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=1)

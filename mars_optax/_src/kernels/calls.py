@@ -40,11 +40,6 @@ def small_and_many(leaves: Mapping[int, Any]) -> list[int]:
     return sorted(order[k] for group in groups if len(group) == tiling.GROUP for k in group)
 
 
-def whole_blocks(leaves: Mapping[int, Any]) -> list[int]:
-    """The leaves whose norms end with a block."""
-    return [i for i, leaf in leaves.items() if tiling_of_norms(leaf) is not None]
-
-
 def large(leaves: Mapping[int, Any]) -> list[int]:
     """The leaves with one norm, which XLA would reduce in two passes of some hundred numbers.
 
@@ -117,9 +112,7 @@ def _table(scalars: Sequence[Any]) -> jax.Array:
     return jnp.asarray(scalars or [0.0], jnp.float32)
 
 
-def _on_gpu(
-    fn: Any, by_xla: Any, interpret: bool, leaves: Sequence[Any], table: jax.Array
-) -> list[_Outputs]:
+def _on_gpu(fn: Any, by_xla: Any, interpret: bool, leaves: Any, table: jax.Array) -> list[_Outputs]:
     """Small leaves of one size and their dtypes share a call."""
     # Imported where it is needed: it is neither light nor everywhere.
     from mars_optax._src.kernels import mosaic_gpu
@@ -132,7 +125,7 @@ def _on_gpu(
         x = dataclasses.replace(x, operands=operands, factor=factor)
         flat.append(x)
         keys.append((x.size, x.rows, x.dtypes, x.factor is None, fits))
-    # One function for equal calls, which are then lowered once.
+    # One function for calls of one key and number of leaves, which are then lowered once.
     programs: dict[Any, Any] = {}
     results: dict[int, _Outputs] = {}
     lengths = [tiling.GROUP if x.size <= tiling.SMALL else 1 for x in leaves]
@@ -159,14 +152,11 @@ def _on_gpu(
     return [tuple(x.reshape(leaf.shape) for x in results[i]) for i, leaf in enumerate(leaves)]
 
 
-def _ended(
-    by_xla: Any, leaves: Sequence[Any], table: jax.Array, start: int
-) -> tuple[list[_Outputs], list[Any]]:
+def _ended(by_xla: Any, leaves: Any, table: jax.Array, start: int) -> tuple[list[Any], list[Any]]:
     """The outputs from `start` on, which no block covers, and the leaves with them in place.
 
     What is written over an operand is written before a kernel gets that, which leaves its end
-    alone. Written into what the kernel returns, in a loop, XLA of JAX 0.11 took it for a part of
-    the kernel, and failed.
+    alone. Written after the kernel, in a loop, XLA of JAX 0.11 took it for part of it, and failed.
     """
     replace = dataclasses.replace
     last = [replace(leaf, operands=tuple(x[start:] for x in leaf.operands)) for leaf in leaves]
@@ -203,18 +193,12 @@ def _factor_last(fn: Any) -> Any:
 
 
 def programs_per_row(blocks: int, most: int) -> int:
-    """How many programs share the blocks of a row.
-
-    As many blocks each where a number from half of `most` on allows it: a compiler can unroll a
-    loop whose length is fixed.
-    """
+    """Programs that share the blocks of a row, evenly if possible: known loops can be unrolled."""
     most = max(1, min(blocks, most))
     return next((n for n in range(most, most // 2, -1) if blocks % n == 0), most)
 
 
-def _squares_on_gpu(
-    fn: Any, interpret: bool, leaves: Sequence[Any], table: jax.Array
-) -> list[jax.Array]:
+def _squares_on_gpu(fn: Any, interpret: bool, leaves: Any, table: jax.Array) -> list[jax.Array]:
     """Leaves of one kind share a call and its last sum."""
     from mars_optax._src.kernels import mosaic_gpu
 
@@ -225,12 +209,10 @@ def _squares_on_gpu(
         mine = [leaves[i] for i in indices]
         tiles = tiling_of_norms(mine[0])
         assert tiles is not None
+        per_row = programs_per_row(tiles.blocks, _PROGRAMS // (len(mine) * tiles.rows))
+        how: Any = {"tiles": tiles, "per_row": per_row, "interpret": interpret}
         call = functools.partial(
-            mosaic_gpu.partial_squares,
-            lambda operands, scalars: fn(operands, scalars, jnp.dtype("float32")),
-            tiles=tiles,
-            per_row=programs_per_row(tiles.blocks, _PROGRAMS // (len(mine) * tiles.rows)),
-            interpret=interpret,
+            mosaic_gpu.partial_squares, lambda x, k: fn(x, k, jnp.dtype("float32")), **how
         )
         program = programs.setdefault((keys[indices[0]], len(mine)), jax.jit(call))
         sums = program([[x.reshape(-1) for x in leaf.operands] for leaf in mine], table)

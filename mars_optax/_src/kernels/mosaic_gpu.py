@@ -79,8 +79,7 @@ def partial_squares(
 ) -> jax.Array:
     """Sums the squares of `fn` of (operands, scalars), in float32; `tiles` have no rest.
 
-    Each of the `per_row` programs of a row sums those of every `per_row`-th block. The sums have
-    shape=(number of leaves, rows, per_row).
+    Each of `per_row` programs sums every `per_row`-th block of a row: shape=(leaf, rows, per_row).
     """
     n_operands, n_sums = len(leaves[0]), tiles.rows * per_row
     if not interpret:

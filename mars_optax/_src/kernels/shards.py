@@ -26,7 +26,14 @@ def on_shards(
     """
     on, run = mesh.explicit(data[0][0][0]), local
     if on is not None:
-        _require_known_axes(on)
+        # Axes that are not explicit would be gathered: no type tells what lies along them.
+        if automatic := [name for name in mesh.axes_of(on, AxisType.Auto) if on.shape[name] > 1]:
+            raise NotImplementedError(
+                "`implementation`: expected a mesh whose axes are all explicit or all automatic, "
+                f"got 'pallas' on one with {', '.join(map(str, automatic))} automatic beside "
+                "explicit ones, along which no kernel can be told its shards. Use explicit axes, "
+                "or pass 'xla', or None to take what there is."
+            )
         ins = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, list(data))
         outs = [(operands[0],) * n_outputs for operands, _ in ins]
         specs = (mesh.spec(), ins)
@@ -42,18 +49,6 @@ def on_shards(
     return run(replicated, data)
 
 
-def _require_known_axes(on: Any) -> None:
-    """Axes that are not explicit would be gathered: no type tells what lies along them."""
-    automatic = [name for name in mesh.axes_of(on, AxisType.Auto) if on.shape[name] > 1]
-    if automatic:
-        raise NotImplementedError(
-            "`implementation`: expected a mesh whose axes are all explicit or all automatic, got "
-            f"'pallas' on one with {', '.join(map(str, automatic))} automatic beside explicit "
-            "ones, along which no kernel can be told its shards. Use explicit axes, or pass 'xla', "
-            "or None to take what there is."
-        )
-
-
 def _partitioned(local: Callable[..., Any], data: Data, n_outputs: int) -> Callable[..., Any]:
     """`local` as an operation of its own, which the partitioner runs on the shards."""
 
@@ -65,9 +60,8 @@ def _partitioned(local: Callable[..., Any], data: Data, n_outputs: int) -> Calla
             sides = zip(first.sharding.spec, x.shape, first.shape, strict=False)
             return NamedSharding(on, mesh.spec(*(part if n == m else None for part, n, m in sides)))
 
-        leaves = [(first, leaf) for leaf in arg_shapes[1] for first in leaf[0][:1]]
-        ins = [jax.tree.map(lambda x, like=first: of(x, like), leaf) for first, leaf in leaves]
-        outs = [(of(first, first),) * n_outputs for first, _ in leaves]
+        ins = [jax.tree.map(lambda x, like=leaf[0][0]: of(x, like), leaf) for leaf in arg_shapes[1]]
+        outs = [(of(x[0], x[0]),) * n_outputs for x, _ in arg_shapes[1]]
         return on, local, outs, (NamedSharding(on, mesh.spec()), ins)
 
     # Elementwise: a factor for each axis of each leaf, and one of its own for a side of length 1.

@@ -54,10 +54,7 @@ def fills(size: int) -> bool:
 
 
 def group(keys: Sequence[Hashable], lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of leaves gathered into calls of one key, each of at most so many leaves.
-
-    Calls of one key and number of leaves are one program, compiled once.
-    """
+    """Indices of leaves gathered into calls of one key, each of at most so many leaves."""
     members: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         members.setdefault(key, []).append(i)

@@ -14,16 +14,12 @@ def correction_coefficient(gamma: Any, b1: Any) -> Any:
 
 
 def corrected_gradient(
-    grad: jax.Array,
-    prev_grad: jax.Array | None,
-    coefficient: Any,
-    estimate: jax.Array | None = None,
+    grad: jax.Array, prev_grad: jax.Array | None, coefficient: Any, estimate: Any = None
 ) -> jax.Array:
     """Equation (3.10) of the paper, whose difference is that of the gradient to the previous one.
 
     Recursive estimators and those with an anchor have an estimate of the gradient where the
-    previous gradient is taken, and add its difference to that. Without a previous gradient there is
-    no correction.
+    previous gradient is taken, and add its difference to that. Without a previous gradient, c = g.
     """
     if prev_grad is None:
         return grad

@@ -34,7 +34,6 @@ PRESETS: Final[dict[str, tuple[Triple, ...]]] = {
     ),
 }
 
-
 # Up to so many steps are written out, more are a loop: a step of a loop copies what it carries.
 _UNROLLED: Final = 10
 

@@ -70,20 +70,15 @@ def storage_dtype(x: Any, dtype: Any = None, *, averages_squares: bool = False) 
 def copied(x: Any, dtype: Any) -> jax.Array:
     """A copy of `x` in a storage dtype. Of one with less range, finite numbers keep to it.
 
-    A gradient of 70000 kept in float16 as infinity would make the next correction infinite, and by
-    a clip of factor 0 NaN.
+    Kept in float16 as infinity, 70000 would make the next correction infinite, by a clip of 0 NaN.
     """
     x = jnp.asarray(x)
-    if not jnp.iscomplexobj(x) and _largest_exponent(dtype) < _largest_exponent(x.dtype):
+    if not jnp.iscomplexobj(x) and jnp.finfo(dtype).maxexp < jnp.finfo(x.dtype).maxexp:
         largest = float(jnp.finfo(dtype).max)
         # bfloat16 rounds the largest number of float16 up, beyond its range.
         x = upcast(x)
         x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
     return jnp.array(x, dtype=dtype, copy=True)
-
-
-def _largest_exponent(dtype: Any) -> int:
-    return int(jnp.finfo(dtype).maxexp)
 
 
 def available(dtype: Any) -> jnp.dtype:

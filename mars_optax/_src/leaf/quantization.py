@@ -22,8 +22,7 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """`x` as values of `dtype` and the scales that give it back.
 
     The largest entry of a row becomes the largest number of `dtype`. A row of zeros has scale 1,
-    one that is not finite becomes NaN. Arrays whose dtype is not 8 bits wide, as complex ones, have
-    scale 1.
+    one that is not finite becomes NaN. Dtypes of more than 8 bits, as complex ones, have scale 1.
     """
     shape = scale_shape(x.shape)
     if not is_scaled(dtype):

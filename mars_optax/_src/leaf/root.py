@@ -10,8 +10,7 @@ import jax.numpy as jnp
 def root(x: jax.Array) -> jax.Array:
     """The square root of real x >= 0, whose derivative at 0 is taken for 0.
 
-    The root of a second moment has no derivative where all gradients were 0, but there the momentum
-    is 0, too, and the step does not depend on it.
+    Where all gradients were 0 the momentum is 0, too, and no step depends on the root.
     """
     return jnp.sqrt(x)
 

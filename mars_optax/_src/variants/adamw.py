@@ -254,11 +254,4 @@ def mars(
       Those of :func:`scale_by_mars`.
     """
     settings = locals()
-    return assembly.optimizer(
-        "mars",
-        scale_by_mars,
-        settings,
-        vector_rule=for_vectors(settings),
-        state_type=MarsState,
-        implementation=implementation,
-    )
+    return assembly.optimizer("mars", scale_by_mars, settings, MarsState, for_vectors(settings))

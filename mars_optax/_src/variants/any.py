@@ -50,8 +50,7 @@ def variance_reduced(
       inner: An Optax transformation that makes directions of gradients and does not change their
         sign, such as :func:`optax.scale_by_adam`: with state of any shape, without learning rate
         and decay. It sees the matrices alone, in at least float32, and
-        :class:`optax.MaskedNode` in the place of other leaves. Its state is kept in the dtypes that
-        its `init` gives it.
+        :class:`optax.MaskedNode` in place of other leaves. Its state keeps the dtypes of `init`.
       b1: Decay rate of the momentum in `inner`, in [0, 1), which the correction's coefficient
         :math:`\gamma \beta_1 / (1-\beta_1)` shares.
       optimize_1d: Whether `inner` gets all leaves. The values `*_1d` are not used then.
@@ -83,10 +82,5 @@ def variance_reduced(
         own = {"weight_dimension_numbers": weight_dimension_numbers, "correction": correction}
         return transformation.rule("variance_reduced", State, {**settings, **own}, inner=inner)
 
-    return assembly.optimizer(
-        "variance_reduced",
-        rule,
-        settings,
-        vector_rule=adamw.for_vectors(settings),
-        state_type=VarianceReducedState,
-    )
+    vectors = adamw.for_vectors(settings)
+    return assembly.optimizer("variance_reduced", rule, settings, VarianceReducedState, vectors)

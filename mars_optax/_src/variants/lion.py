@@ -73,9 +73,8 @@ def scale_by_mars_lion(
       Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2025, Algorithm 3. Reference code:
       ``MARS/optimizers/mars.py``, ``mars_type="mars-lion"``, of https://github.com/AGI-Arena/MARS.
     """
-    return transformation.momentum_rule(
-        "scale_by_mars_lion", ScaleByMarsLionState, locals(), step=lion_step
-    )
+    name, state_type = "scale_by_mars_lion", ScaleByMarsLionState
+    return transformation.momentum_rule(name, state_type, locals(), step=lion_step)
 
 
 class MarsLionState(State):
@@ -110,8 +109,8 @@ def mars_lion(
     r"""MARS-Lion: sign descent on variance-reduced gradients.
 
     Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (\mathrm{sign}(m_t) + \lambda x_t)` with
-    the momentum :math:`m_t` of :func:`scale_by_mars_lion`, whose docstring has the equations and
-    the first step, and all other leaves by AdamW with the values `*_1d`.
+    the momentum :math:`m_t` of :func:`scale_by_mars_lion`, whose docstring has the equations, the
+    first step and the references, and all other leaves by AdamW with the values `*_1d`.
 
     Differences from the reference code: as for :func:`mars`, and there is no second moment, which
     is allocated there and stays zero.
@@ -130,16 +129,7 @@ def mars_lion(
       >>> print(updates)
       [[-0.1  0.1]
        [-0.1 -0.1]]
-
-    References:
-      Those of :func:`scale_by_mars_lion`.
     """
     settings = locals()
-    return assembly.optimizer(
-        "mars_lion",
-        scale_by_mars_lion,
-        settings,
-        vector_rule=adamw.for_vectors(settings),
-        state_type=MarsLionState,
-        implementation=implementation,
-    )
+    vectors = adamw.for_vectors(settings)
+    return assembly.optimizer("mars_lion", scale_by_mars_lion, settings, MarsLionState, vectors)

@@ -3,7 +3,7 @@
 import jax
 import optax
 
-from mars_optax._src import assembly, checks, named, orthogonalize, partition, transformation, types
+from mars_optax._src import assembly, checks, named, orthogonalize, transformation, types
 from mars_optax._src.adaptive import Gamma
 from mars_optax._src.leaf import newton_schulz
 from mars_optax._src.row_normalization import normalize_rows
@@ -84,14 +84,12 @@ def scale_by_mars_m(
       ``MARS_M/optimizers/mars_m.py`` of https://github.com/AGI-Arena/MARS.
     """
     settings, numbers = locals(), weight_dimension_numbers
-    iteration = orthogonalize.Orthogonalization(
-        ns_steps, ns_coeffs, ns_dtype, ns_precision, fn=newton_schulz_fn
-    )
+    how = ns_steps, ns_coeffs, ns_dtype, ns_precision
+    iteration = orthogonalize.Orthogonalization(*how, fn=newton_schulz_fn)
     inner = orthogonalize.transformation(iteration, newton_schulz.rms_factor, numbers)
     if row_b2 is not None:
         checks.decay_rate("row_b2", row_b2)
-        rows = normalize_rows(row_b2, weight_dimension_numbers=numbers)
-        inner = optax.chain(inner, rows)
+        inner = optax.chain(inner, normalize_rows(row_b2, weight_dimension_numbers=numbers))
     return transformation.momentum_rule("scale_by_mars_m", ScaleByMarsMState, settings, inner=inner)
 
 
@@ -132,20 +130,17 @@ def mars_m(
     r"""MARS-M: Muon on variance-reduced gradients, at AdamW's scale of updates.
 
     Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
-    :math:`u_t` of :func:`scale_by_mars_m`, whose docstring has the equations, the first step and
-    the differences from the reference code. All other leaves are updated by AdamW with the values
-    `*_1d`.
+    :math:`u_t` of :func:`scale_by_mars_m`, whose docstring has the equations, the first step, the
+    references and the differences from their code. Other leaves get AdamW with the values `*_1d`.
 
     A further difference: AdamW's epsilon is added after the bias correction, as in Optax; in
     ``mars_m.py`` before, which is one of :math:`\varepsilon / \sqrt{1 - \beta_2^t}` here.
 
     Args:
-      weight_decay: ... It is multiplied by the learning rate alone, not by the factor of the
-        matrix's shape.
+      weight_decay: ... It is multiplied by the learning rate, not by the factor of the shape.
       weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings and output layers are
         among these; the reference gives them to AdamW:
         ``dimension_numbers_by_path([("embed|head", None)])``.
-      implementation: ... With kernels, steps of :func:`mars_m` were measured to be slower.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -155,18 +150,8 @@ def mars_m(
       >>> updates, state = tx.update(params, tx.init(params), params)  # of half the sum of squares
       >>> print(f"{updates['kernel'][0, 0]:.2f} {updates['bias'][0]:.2f}")
       -0.02 -0.11
-
-    References:
-      Those of :func:`scale_by_mars_m`.
     """
-    settings = locals()
-    return assembly.optimizer(
-        "mars_m",
-        scale_by_mars_m,
-        settings,
-        vector_rule=adamw.for_vectors(settings),
-        state_type=MarsMState,
-        default=partition.matrix_at_rank_2,
-        # With kernels steps are 4 percent slower (GPT-2 small, one H200).
-        implementation=implementation or "xla",
-    )
+    # With kernels steps are 4 percent slower (GPT-2 small, one H200).
+    settings = {**locals(), "implementation": implementation or "xla"}
+    vectors = adamw.for_vectors(settings)
+    return assembly.optimizer("mars_m", scale_by_mars_m, settings, MarsMState, vectors)

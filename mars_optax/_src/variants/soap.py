@@ -389,11 +389,5 @@ def mars_soap(
       2025, Algorithm 1, whose preconditioner is arbitrary.
     """
     settings = locals()
-    return assembly.optimizer(
-        "mars_soap",
-        scale_by_mars_soap,
-        settings,
-        vector_rule=adamw.for_vectors(settings),
-        state_type=MarsSoapState,
-        default=partition.matrix_at_rank_2,
-    )
+    vectors = adamw.for_vectors(settings)
+    return assembly.optimizer("mars_soap", scale_by_mars_soap, settings, MarsSoapState, vectors)

@@ -55,8 +55,7 @@ def storm_adamw(
         :func:`optax.adamw`.
 
     Returns:
-      An optimizer, whose `update` takes the keyword `grad_fn`: a function from parameters to the
-      gradients of this step's batch.
+      An optimizer. `update` takes the keyword `grad_fn`: from parameters to this batch's gradients.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -74,15 +73,13 @@ def storm_adamw(
 
     References:
       Cutkosky and Orabona, `Momentum-Based Variance Reduction in Non-Convex SGD
-      <https://arxiv.org/abs/1905.10018>`_, 2019: the estimator is that of Algorithm 1 (STORM), with
-      :math:`\gamma` for its :math:`a`.
+      <https://arxiv.org/abs/1905.10018>`_, 2019, Algorithm 1, whose :math:`a` is :math:`\gamma`.
     """
     settings = {**locals(), "correction": "storm", "max_norm": None}
-    settings["weight_dimension_numbers"] = None
+    settings["weight_dimension_numbers"] = partition.no_matrices
     checks.flag("nesterov", nesterov)
 
     def rule(weight_dimension_numbers: Any = None, correction: Any = None) -> Any:
-        own = {"weight_dimension_numbers": partition.no_matrices, "correction": "storm"}
-        return adamw.rule("storm_adamw", {**settings, **own}, nesterov=nesterov)
+        return adamw.rule("storm_adamw", settings, nesterov=nesterov)
 
-    return assembly.optimizer("storm_adamw", rule, settings, state_type=StormAdamwState)
+    return assembly.optimizer("storm_adamw", rule, settings, StormAdamwState)
