@@ -84,7 +84,7 @@ def transformation(
         return x / precision.upcast_scalar(divisor, precision.compute_dtype(x))
 
     def update_fn(momenta: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        axes = partition.resolve_axes(weight_dimension_numbers, momenta, partition.matrix_at_rank_2)
+        axes = partition.resolve_axes(weight_dimension_numbers, momenta)
         what = "the orthogonalization of a matrix"
         layouts = in_shard_map.layouts(momenta, axes, extra_args, what)
         leaves, treedef = jax.tree.flatten(momenta)
@@ -168,6 +168,6 @@ def orthogonalize(
             "`weight_dimension_numbers`."
         )
     checks.inexact_leaves(x)
-    axes = partition.resolve_axes(weight_dimension_numbers, x, partition.matrix_at_rank_2)
+    axes = partition.resolve_axes(weight_dimension_numbers, x)
     partition.require_matrices(axes, x, "orthogonalize")
     return options([x], [axes])[0]

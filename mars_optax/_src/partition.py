@@ -90,7 +90,9 @@ def no_matrices(params: Any) -> None:
 DefaultRule = Callable[[int], Axes]
 
 
-def resolve_axes(spec: types.WeightDimensionNumbers, params: Any, default: DefaultRule) -> Any:
+def resolve_axes(
+    spec: types.WeightDimensionNumbers, params: Any, default: DefaultRule = matrix_at_rank_2
+) -> Any:
     """The axes of every leaf, as a tree with the structure of `params`, of which shapes matter.
 
     `spec` is `weight_dimension_numbers` as the user gave it; where that is None, `default` is the

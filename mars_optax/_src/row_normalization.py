@@ -51,8 +51,7 @@ def normalize_rows(
     checks.non_negative("eps", eps)
     nu_dtype = checks.recursive_dtype("nu_dtype", nu_dtype)
     partition.check_spec(weight_dimension_numbers)
-    default, numbers = partition.matrix_at_rank_2, weight_dimension_numbers
-    axes_of = functools.partial(partition.resolve_axes, numbers, default=default)
+    axes_of = functools.partial(partition.resolve_axes, weight_dimension_numbers)
 
     def init_fn(params: optax.Params) -> NormalizeRowsState:
         axes = axes_of(params)
