@@ -166,15 +166,6 @@ def _with_bias(bias: Any) -> Any:
     return {"layer": {"kernel": jnp.ones((3, 4)), "bias": bias}}
 
 
-def _with_a_short_buffer(field: str) -> Any:
-    """An update where a buffer has lost a row of its kernel."""
-    tx, params = _scale(), _params()
-    state = tx.init(params)
-    layer = getattr(state, field)["layer"]
-    short = {"layer": {**layer, "kernel": layer["kernel"][:2]}}
-    return tx.update(params, state._replace(**{field: short}))
-
-
 def _in_shard_map(tx: Any, **extra: Any) -> Any:
     mesh, specs = meshes.mesh(AxisType.Auto), P("x", "y")
     grads = {"kernel": jnp.ones((8, 8))}
@@ -514,8 +505,10 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         GRADS,
-        "A gradient has another shape.",
-        "What would broadcast is refused, too: it would change the shape of the state.",
+        "A gradient (one that `grad_fn` returns, an `anchor_grad`, updates, a buffer of the state) "
+        "has another shape.",
+        "The message names the tree and the leaf. What would broadcast is refused, too: it would "
+        "change the shape of the state. A mean over the batch is taken before.",
         "got (1,)",
         lambda: _update(_mars(0.1), grads=_with_bias(jnp.ones(1))),
     ),
@@ -549,14 +542,6 @@ EXAMPLES: tuple[Example, ...] = (
         lambda: _scale(**_EXACT).update(
             _params(), _scale(**_EXACT).init(_params()), grad_fn=lambda p: p
         ),
-    ),
-    Example(
-        GRADS,
-        "`grad_fn` returns gradients (`anchor_grad` is, `stochastic_apply_updates` gets updates) "
-        "of another shape.",
-        "They have the parameters' shapes; a mean over the batch is taken before.",
-        "got (1,)",
-        lambda: _update(_mars(0.1, **_EXACT), grad_fn=lambda p: _with_bias(jnp.ones(1))),
     ),
     Example(
         GRADS,
@@ -607,13 +592,6 @@ EXAMPLES: tuple[Example, ...] = (
         _BEGIN,
         "got None",
         lambda: _update(_scale(max_norm=None, second_moment="gradient"), _scale(**_WITHOUT)),
-    ),
-    Example(
-        STATE,
-        "A buffer's leaf has another shape than its gradient.",
-        "The message names the field and the leaf.",
-        "got (2, 4)",
-        lambda: _with_a_short_buffer("prev_grad"),
     ),
     Example(
         MESH,
