@@ -224,7 +224,8 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         BUILT,
-        "`weight_dimension_numbers` is neither a function nor a tree of axes.",
+        "`weight_dimension_numbers` is neither a function nor a tree of axes (at `init`: what it "
+        "returns is none).",
         _AXES,
         "got 'kernel'",
         _later(_mars, 0.1, weight_dimension_numbers="kernel"),
@@ -275,7 +276,7 @@ EXAMPLES: tuple[Example, ...] = (
     Example(
         BUILT,
         "A choice by name does not exist (`correction`, `first_step`, `second_moment`, "
-        "`implementation`, `rescale`).",
+        "`implementation`, `rescale`, `default`).",
         "The message lists what there is.",
         "got 'aproximate'",
         _later(_mars, 0.1, correction="aproximate"),
@@ -389,22 +390,8 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         BUILT,
-        "`default` of `dimension_numbers_by_path` is no rule.",
-        "It is what leaves are that no pattern finds.",
-        "got 'rank3'",
-        _later(_by_path, [("a", None)], default="rank3"),
-    ),
-    Example(
-        BUILT,
-        "`rules` is no list.",
-        "Pairs of a pattern and dimension numbers; the first match wins.",
-        "got None",
-        _later(_by_path, None),
-    ),
-    Example(
-        BUILT,
-        "A rule is no pair of a pattern and dimension numbers.",
-        "None, for a leaf that is no matrix, has to be written, too.",
+        "`rules` is no list, or a rule no pair of a pattern and dimension numbers.",
+        "The first match wins. None, for a leaf that is no matrix, has to be written, too.",
         "got 'kernel'",
         _later(_by_path, ["kernel"]),
     ),
@@ -437,13 +424,6 @@ EXAMPLES: tuple[Example, ...] = (
         f"A prefix of the tree will do: one entry for a whole layer. {_AXES}",
         "got another one: leaf 'layer/bias' has no specification",
         lambda: _init({"layer": {"kernel": MuonDimensionNumbers()}}),
-    ),
-    Example(
-        INIT,
-        "A leaf's entry in what `weight_dimension_numbers` returns is of another kind.",
-        _AXES,
-        "got 'matrix'",
-        lambda: _init(lambda params: {"layer": {"kernel": "matrix", "bias": None}}),
     ),
     Example(
         INIT,
