@@ -47,9 +47,8 @@ class AdaptiveGamma:
     point, it is :math:`g_{t+1}`. Both expectations are running averages, taken before the step's
     own gradients enter, so that :math:`\gamma_t` does not depend on their noise. The clip is left
     out of account. In the first two steps, before which there is no :math:`w`, gamma is `initial`.
-
-    It costs two buffers of the parameters' size and dtype and two reductions a step, is computed by
-    XLA, and serves ``correction="approx"`` and ``"exact"``.
+    It costs two buffers of the parameters' size and dtype and two reductions a step, by XLA, and
+    serves ``correction="approx"`` and ``"exact"``.
 
     Attributes:
       decay: Decay rate of the running averages, in [0, 1); default 0.99.

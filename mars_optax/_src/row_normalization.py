@@ -69,9 +69,7 @@ def normalize_rows(
         direction, nu = trees.unzip([on_leaf(*row) for row in table], (updates, state.nu))
         return direction, NormalizeRowsState(nu)
 
-    def on_leaf(
-        path: tuple[Any, ...], x: jax.Array, spec: Any, nu: jax.Array, axes: partition.Axes
-    ) -> tuple[jax.Array, jax.Array]:
+    def on_leaf(path: Any, x: jax.Array, spec: Any, nu: jax.Array, axes: partition.Axes) -> Any:
         # The mesh axes inside a shard_map that divide each row, and those that divide the rows.
         within, across = (
             tuple(n for part in in_shard_map.sharded(path, x, spec, dims, "a row") for n in part)

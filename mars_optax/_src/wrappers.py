@@ -1,5 +1,6 @@
 """Wrappers around an optimizer: cautious updates, and gradients that are absent on some steps."""
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -138,19 +139,17 @@ def ignore_absent_gradients(
         flat = jax.tree_util.tree_leaves_with_path(updates)
         absent = {path: jnp.all(grad == 0) for path, grad in flat}
 
+        def on_leaf(path: Any, new: Any, old: Any) -> Any:
+            return (
+                jnp.where(absent[path], precision.beside(old, new), new) if path in absent else new
+            )
+
         def choose(node: Any, old: Any) -> Any:
             """The previous gradients of `old` where there is none now, else those of `node`."""
-
-            def on_leaf(path: Any, new_leaf: Any, old_leaf: Any) -> Any:
-                if path not in absent:
-                    return new_leaf
-                return jnp.where(absent[path], precision.beside(old_leaf, new_leaf), new_leaf)
-
-            def kept(name: str) -> Any:
-                trees = getattr(node, name), getattr(old, name)
-                return jax.tree_util.tree_map_with_path(on_leaf, *trees)
-
-            return node._replace(**{k: kept(k) for k in ("prev_grad", "prev_grad_scale")})
+            mapped = functools.partial(jax.tree_util.tree_map_with_path, on_leaf)
+            prev_grad = mapped(node.prev_grad, old.prev_grad)
+            prev_grad_scale = mapped(node.prev_grad_scale, old.prev_grad_scale)
+            return node._replace(prev_grad=prev_grad, prev_grad_scale=prev_grad_scale)
 
         # With a previous gradient of 0 the correction of a gradient of 0 is 0.
         def without(node: Any) -> Any:
