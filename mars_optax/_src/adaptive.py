@@ -1,7 +1,6 @@
 """A gamma for each matrix that follows from the gradients themselves."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -114,13 +113,7 @@ class AdaptiveGamma:
         return jax.tree.map(on_leaf, state.cross, state.square)
 
     def advance(
-        self,
-        state: AdaptiveGammaState,
-        grads: Any,
-        prev_grads: Any,
-        unseen: Any,
-        b1: Any,
-        inner: Callable[[Any, Any], Any],
+        self, state: Any, grads: Any, prev_grads: Any, unseen: Any, b1: Any, inner: Any
     ) -> Any:
         """The state after a step; `inner` takes inner products over each matrix of two trees."""
         given = (state.plain, state.effect, grads, prev_grads, unseen)

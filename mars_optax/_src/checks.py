@@ -56,9 +56,7 @@ def non_negative(name: str, value: Any) -> None:
     """An epsilon, at least 0."""
     number(name, value)
     if _is_number(value) and not value >= 0:
-        raise ValueError(
-            f"`{name}`: expected a number >= 0, got {value!r}. Pass a number such as 1e-8."
-        )
+        raise ValueError(f"`{name}`: expected a number >= 0, got {value!r}. Pass one such as 1e-8.")
 
 
 def max_norm(value: Any, name: str = "max_norm") -> None:
@@ -67,8 +65,7 @@ def max_norm(value: Any, name: str = "max_norm") -> None:
         number(name, value)
     if _is_number(value) and not value > 0:
         raise ValueError(
-            f"`{name}`: expected a number > 0 or None, got {value!r}. Pass None to turn the "
-            "clipping off."
+            f"`{name}`: expected a number > 0 or None, got {value!r}. Pass None for no clip."
         )
 
 
@@ -156,9 +153,8 @@ def keeps_prev_grad(keep_prev_grad: bool, conflict: str, instead: str) -> None:
     """Raises where a setting needs the previous gradient, and there is to be none."""
     if not keep_prev_grad:
         raise ValueError(
-            f"`keep_prev_grad`: expected True with {conflict}, got False: without the previous "
-            f"gradient its correction cannot be computed. Pass {instead} there, or "
-            "`keep_prev_grad=True`."
+            f"`keep_prev_grad`: expected True with {conflict}, got False: its correction needs the "
+            f"previous gradient. Pass {instead} there, or `keep_prev_grad=True`."
         )
 
 
@@ -275,8 +271,8 @@ def state_fields(
 ) -> None:
     """The trees of a state are those that the settings ask for, with a leaf for each gradient.
 
-    `wanted` has for each field the gradients that have a leaf there, or None where it is not kept.
-    Those of `rows` have one number for each row of a leaf, those of `free` any structure.
+    `wanted` has the gradients that have a leaf in a field, or None where it is not kept. Those of
+    `rows` have one number for each row of a leaf, those of `free` any structure.
     """
     for field, updates in wanted.items():
         tree = getattr(state, field)
@@ -359,11 +355,9 @@ def path_string(path: tuple[Any, ...]) -> str:
 
 
 def is_tree_function(value: Any, tree: Any) -> TypeGuard[Callable[[Any], Any]]:
-    """Whether `value` is a function of `tree`, rather than a tree like it that can be called.
-
-    Equinox modules are trees and may be callable. So may be functions: `jax.tree_util.Partial`, and
-    what Equinox makes of a closure. But these are not of the type of the parameters.
-    """
+    """Whether `value` is a function of `tree`, rather than a tree like it that can be called."""
+    # Equinox modules are trees and may be callable; so are `jax.tree_util.Partial` and what Equinox
+    # makes of a closure, but these are not of the type of the parameters.
     return callable(value) and type(value) is not type(tree)
 
 

@@ -156,15 +156,13 @@ def axes_of_leaf(
         return vector_axes(ndim)
     if ndim < 2:
         raise ValueError(
-            f"{where}: expected None, since a leaf of rank {ndim} is no matrix, got {spec}. Pass "
-            "None for this leaf."
+            f"{where}: expected None, as a leaf of rank {ndim} is no matrix, got {spec}. Pass None."
         )
     reduction = _normalized(spec.reduction_axis, ndim, f"{where}: `reduction_axis`")
     output = _normalized(spec.output_axis, ndim, f"{where}: `output_axis`")
     if set(reduction) & set(output):
         raise ValueError(
-            f"{where}: expected reduction and output axes without an overlap, got {spec}. Name "
-            "each axis once."
+            f"{where}: expected disjoint reduction and output axes, got {spec}. Name each once."
         )
     batch = tuple(i for i in range(ndim) if i not in reduction + output)
     return Axes(reduction, output, batch)
@@ -245,9 +243,8 @@ def dimension_numbers_by_path(
 
     Args:
       rules: Pairs of a regular expression and the dimension numbers of the leaves whose path it
-        finds (:func:`re.search`), None for leaves that are no matrices. The first rule that
-        matches a leaf wins. A path is its keys joined by `/`, such as `blocks/0/attention/kernel`;
-        the closing `value` of a Flax NNX variable is left out.
+        finds (:func:`re.search`), None for leaves that are no matrices; the first match wins. A
+        path is a leaf's keys joined by `/`, without the closing `value` of a Flax NNX variable.
       default: What a leaf is that no rule matches: `"rank2"` takes a leaf of exactly rank 2 for a
         matrix (in, out) and any other for a vector, `"vector"` takes all for vectors.
 

@@ -331,9 +331,8 @@ def mars_soap(
     r"""MARS-SOAP: Adam in Shampoo's eigenbasis, on variance-reduced gradients.
 
     Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
-    :math:`u_t` of :func:`scale_by_mars_soap`, whose docstring has the equations and the first step,
-    which moves no matrix but by its decay. All other leaves are updated by AdamW with the values
-    `*_1d`.
+    :math:`u_t` of :func:`scale_by_mars_soap`, which is 0 at the first step, and all other leaves by
+    AdamW with the values `*_1d`.
 
     Args:
       weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings and output layers are
