@@ -162,10 +162,7 @@ class Estimator:
     def check(
         self, updates: Any, state: Any, kind: type, name: str, kept: Mapping[str, bool]
     ) -> None:
-        """Raises unless a state is of its type, `kind`, and of these settings and gradients.
-
-        `name` is the public one; `kept` are all fields, averages first, and if they are kept.
-        """
+        """Raises unless a state is of type `kind`, and its fields `kept`, averages first, fit."""
         checks.state_type(state, kind, name)
         for field, is_kept in kept.items():
             if is_kept and field not in OF_ANY_SHAPE and getattr(state, field) is not None:

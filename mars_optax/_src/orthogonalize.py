@@ -86,10 +86,8 @@ def transformation(
         whole = [divided(layout.whole(x)) for layout, x in zip(layouts, leaves, strict=True)]
         run = reshard.by_specs(orthogonalization, [layout.spec for layout in layouts])
         results = run(whole, [layout.axes for layout in layouts])
-        directions = [
-            layout.part(y * factor(*layout.axes.fans(y.shape)))
-            for layout, y in zip(layouts, results, strict=True)
-        ]
+        pairs = zip(layouts, results, strict=True)
+        directions = [its.part(y * factor(*its.axes.fans(y.shape))) for its, y in pairs]
         return jax.tree.unflatten(treedef, directions), optax.EmptyState()
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
@@ -130,8 +128,7 @@ def orthogonalize(
       eps: :math:`\varepsilon` >= 0.
       precision: Of the matrix products, as in :func:`jax.numpy.matmul`: the default computes
         float32 products in TF32 on some GPUs and in bfloat16 on TPUs.
-      weight_dimension_numbers: The axes of the matrices, an
-        :class:`optax.contrib.MuonDimensionNumbers`; all other axes are batch axes.
+      weight_dimension_numbers: :class:`optax.contrib.MuonDimensionNumbers`; other axes are batch.
 
     Returns:
       An array with the shape and dtype of `x`.
@@ -158,8 +155,7 @@ def orthogonalize(
     x = jnp.asarray(x)
     if weight_dimension_numbers is None and x.ndim != 2:
         raise ValueError(
-            f"`x`: expected a matrix of rank 2, got {x.shape=}. Declare its axes by "
-            "`weight_dimension_numbers`."
+            f"`x`: expected rank 2, got {x.shape=}. Declare its axes by `weight_dimension_numbers`."
         )
     checks.inexact_leaves(x)
     axes = partition.resolve_axes(weight_dimension_numbers, x)

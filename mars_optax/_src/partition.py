@@ -207,9 +207,7 @@ def require_matrices(axes: Any, params: Any, name: str) -> None:
             )
 
 
-_records: contextvars.ContextVar[dict[tuple[Any, ...], Axes] | None] = contextvars.ContextVar(
-    "mars_optax_axes", default=None
-)
+_records: contextvars.ContextVar[Any] = contextvars.ContextVar("mars_optax_axes", default=None)
 
 
 @contextlib.contextmanager

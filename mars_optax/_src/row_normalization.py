@@ -36,8 +36,7 @@ def normalize_rows(
     A row is what belongs to one neuron: one entry of the output axes, so a column of a kernel
     (in, out) and a row of a PyTorch weight (out, in). The norm makes a bias correction of
     :math:`v_t` superfluous: after the first step all rows have one root mean square. Rows and
-    matrices of zeros stay zero, and a NaN stays in its matrix. Storage is in `nu_dtype`; None is
-    the parameter's own, but at least float32.
+    matrices of zeros stay zero, and a NaN stays in its matrix.
 
     Differences: NorMuon's Algorithm 1 scales the matrix to a root mean square of 0.2, its code to
     the norm before, as here, with an epsilon of 1e-10. With exactly orthogonal matrices and
@@ -58,9 +57,8 @@ def normalize_rows(
         partition.require_matrices(axes, params, "normalize_rows")
         zeros = trees.zeros(params, nu_dtype, averages_squares=True)
         # Reduced as in every later step, they lie on a mesh as those do.
-        return NormalizeRowsState(
-            jax.tree.map(lambda x, a: jnp.sum(x, a.reduction, keepdims=True), zeros, axes)
-        )
+        nu = jax.tree.map(lambda x, a: jnp.sum(x, a.reduction, keepdims=True), zeros, axes)
+        return NormalizeRowsState(nu)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         checks.state_type(state, NormalizeRowsState, "normalize_rows")

@@ -337,8 +337,7 @@ def mars_soap(
     Args:
       weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings and output layers are
         among these: name them to leave them out.
-      eps_root: Added to the second moment inside the root, after the bias correction, >= 0. Steps
-        have no derivative where eigenvalues of a preconditioner coincide, as for gradients of 0.
+      eps_root: That of :func:`scale_by_mars_soap`, >= 0.
 
     Examples:
       >>> import jax.numpy as jnp
