@@ -1,7 +1,6 @@
 """A gamma for each matrix that follows from the gradients themselves."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -47,9 +46,8 @@ class AdaptiveGamma:
     point, it is :math:`g_{t+1}`. Both expectations are running averages, taken before the step's
     own gradients enter, so that :math:`\gamma_t` does not depend on their noise. The clip is left
     out of account. In the first two steps, before which there is no :math:`w`, gamma is `initial`.
-
-    It costs two buffers of the parameters' size and dtype and two reductions a step, is computed by
-    XLA, and serves ``correction="approx"`` and ``"exact"``.
+    It costs two buffers of the parameters' size and dtype and two reductions a step, by XLA, and
+    serves ``correction="approx"`` and ``"exact"``.
 
     Attributes:
       decay: Decay rate of the running averages, in [0, 1); default 0.99.
@@ -115,13 +113,7 @@ class AdaptiveGamma:
         return jax.tree.map(on_leaf, state.cross, state.square)
 
     def advance(
-        self,
-        state: AdaptiveGammaState,
-        grads: Any,
-        prev_grads: Any,
-        unseen: Any,
-        b1: Any,
-        inner: Callable[[Any, Any], Any],
+        self, state: Any, grads: Any, prev_grads: Any, unseen: Any, b1: Any, inner: Any
     ) -> Any:
         """The state after a step; `inner` takes inner products over each matrix of two trees."""
         given = (state.plain, state.effect, grads, prev_grads, unseen)

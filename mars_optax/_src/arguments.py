@@ -7,15 +7,13 @@ from collections.abc import Iterable
 _SHARED = r"""
 Args:
   learning_rate: :math:`\eta_t`, a number or a schedule of the step count, which starts at 0.
-  b1: Decay rate :math:`\beta_1` of the first moment, the momentum, in [0, 1). 0 turns the
-    correction off.
+  b1: Decay rate :math:`\beta_1`, in [0, 1), of the momentum. 0 turns the correction off.
   b2: Decay rate :math:`\beta_2` of the second moment, in [0, 1).
   eps: :math:`\varepsilon` >= 0, added to the root of the second moment after the bias correction.
     With 0 an entry whose gradients have all been 0 becomes NaN, as in :func:`optax.scale_by_adam`.
   eps_root: :math:`\varepsilon_\mathrm{root}` >= 0, added to the second moment inside the root,
-    after the bias correction, as in :func:`optax.adamw`. Derivatives through steps are finite
-    without it, too, if `prev_grad_dtype` has at least 16 bits: where :math:`v_t` is 0, that of its
-    root is taken for 0.
+    after the bias correction, as in :func:`optax.adamw`. Derivatives through steps are finite at 0,
+    too (that of the root of 0 is taken for 0), if `prev_grad_dtype` has at least 16 bits.
   gamma: Scale :math:`\gamma_t` of the correction: a number (may be negative); a schedule of the
     step count, which starts at 0; or, for ``"approx"`` and ``"exact"``, an :class:`AdaptiveGamma`,
     a rule for each matrix. Under ``"storm"`` the weight of the fresh gradient, usually in (0, 1].
@@ -27,8 +25,7 @@ Args:
   weight_decay: :math:`\lambda` of the matrices, a number or a schedule.
   mask: Which leaves decay: a tree of bools, a prefix of the parameters, or a callable that makes
     one from them, as in :func:`optax.adamw`. None: all.
-  max_norm: Bound > 0 on the norm of each corrected gradient (of a stack, of each matrix's); None
-    turns the clipping off.
+  max_norm: Bound > 0 on each corrected gradient's norm (in a stack each matrix's); None for none.
   correction: What :math:`c_t` is. ``"none"``: :math:`g_t`. ``"approx"``: as above, with the
     gradient of the previous step. ``"exact"``: with :math:`g'_t`, that of this step's batch at the
     previous parameters, in its place, which ``update(..., grad_fn=f)`` obtains as
@@ -41,15 +38,12 @@ Args:
   first_step: ``"zeros"``: the previous gradient is 0, as in the reference code, so that
     :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1/(1-\beta_1)`; ``"no_correction"``:
     :math:`c_1 = g_1`, which is the paper's :math:`x_0 = x_1` and what timm does.
-  optimize_1d: Whether the other leaves, too, get the variance-reduced rule, with the main values.
-    The values `*_1d` are not used then.
-  learning_rate_1d: Learning rate of the other leaves, a number or a schedule; None for
-    `learning_rate`.
+  optimize_1d: Whether the other leaves get the variance-reduced rule, too, without values `*_1d`.
+  learning_rate_1d: That of the other leaves, a number or a schedule; None for `learning_rate`.
   b1_1d: Decay rate of their first moment, in [0, 1).
   b2_1d: Decay rate of their second moment, in [0, 1).
   eps_1d: Their epsilon, >= 0; None for `eps`, and for 1e-8 where there is no `eps`.
-  eps_root_1d: Added to the second moment of the other leaves inside the root, >= 0; None for
-    `eps_root`, and for 0 where there is no `eps_root`.
+  eps_root_1d: Their `eps_root`, >= 0; None for `eps_root`, and for 0 where there is no `eps_root`.
   weight_decay_1d: Their weight decay, a number or a schedule; None for `weight_decay`.
   weight_dimension_numbers: Which leaves are matrices, and which of their axes are reduction and
     output axes; slices along other axes are matrices of their own, also for the clip. A
@@ -79,8 +73,7 @@ Args:
   implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``, kernels for
     Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in :func:`fused_step` of
     :func:`mars` and :func:`mars_lion`, where they were measured to be faster, and XLA elsewhere.
-  ns_steps: Number of Newton-Schulz iterations, an integer >= 0. 0 leaves the matrix over its
-    Frobenius norm.
+  ns_steps: Newton-Schulz iterations, an integer >= 0; 0 leaves the matrix over its Frobenius norm.
   ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
   ns_dtype: The dtype of the iteration.
   ns_precision: Of its matrix products, as in :func:`jax.numpy.matmul`.
@@ -102,9 +95,8 @@ Args:
     and dtype. The shape factor comes after.
 
 Returns:
-  An optimizer. Updates have the dtypes of the parameters; decay and learning rate are applied in at
-  least float32. Without parameters, `update` works only if `weight_decay` and, where the other
-  leaves have their own rule, `weight_decay_1d` are the number 0.
+  An optimizer. Updates have the parameters' dtypes; decay and learning rate are applied in at least
+  float32. Without parameters, `update` works only if all weight decays that apply are the number 0.
 
 Raises:
   TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at
@@ -128,8 +120,7 @@ def complete(doc: str, parameters: Iterable[str]) -> str:
     if "learning_rate" in parameters:
         sections.setdefault("Returns", shared["Returns"])
     errors = ["TypeError", "ValueError"]
-    if "implementation" in parameters:
-        errors.append("NotImplementedError")
+    errors += ["NotImplementedError"] if "implementation" in parameters else []
     for section, names in (("Args", parameters), ("Raises", errors)):
         own, table = entries(sections.get(section, "")), entries(shared[section])
         texts = []

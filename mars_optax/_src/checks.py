@@ -5,7 +5,6 @@ A number is checked only where it is one when the transformation is built: an ar
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -19,14 +18,13 @@ _ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def _is_number(value: Any) -> bool:
-    kinds = int | float | np.integer | np.floating
-    return isinstance(value, kinds) and not isinstance(value, bool)
+    return isinstance(value, int | float | np.integer | np.floating) and type(value) is not bool
 
 
 def number(name: str, value: Any, *, or_schedule: bool = False) -> None:
     """A number, an array or, where allowed, a schedule, of any value."""
     is_schedule = or_schedule and callable(value)
-    if not (_is_number(value) or isinstance(value, _ARRAYS) or is_schedule):
+    if not (is_schedule or _is_number(value) or isinstance(value, _ARRAYS)):
         kinds = "a number, an array or a schedule" if or_schedule else "a number or an array"
         raise TypeError(f"`{name}`: expected {kinds}, got {value!r}. Pass {kinds}.")
 
@@ -58,9 +56,7 @@ def non_negative(name: str, value: Any) -> None:
     """An epsilon, at least 0."""
     number(name, value)
     if _is_number(value) and not value >= 0:
-        raise ValueError(
-            f"`{name}`: expected a number >= 0, got {value!r}. Pass a number such as 1e-8."
-        )
+        raise ValueError(f"`{name}`: expected a number >= 0, got {value!r}. Pass one such as 1e-8.")
 
 
 def max_norm(value: Any, name: str = "max_norm") -> None:
@@ -69,8 +65,7 @@ def max_norm(value: Any, name: str = "max_norm") -> None:
         number(name, value)
     if _is_number(value) and not value > 0:
         raise ValueError(
-            f"`{name}`: expected a number > 0 or None, got {value!r}. Pass None to turn the "
-            "clipping off."
+            f"`{name}`: expected a number > 0 or None, got {value!r}. Pass None for no clip."
         )
 
 
@@ -126,13 +121,11 @@ def transformation(name: str, value: Any) -> None:
 
 
 def float_dtype(name: str, value: Any) -> jnp.dtype | None:
-    """The floating-point dtype that `value` names, or None for None.
-
-    `optax.inject_hyperparams` takes the callable `jnp.bfloat16` for a schedule and passes the array
-    `jnp.bfloat16(count)` in its place: the dtype of an array is what was meant.
-    """
+    """The floating-point dtype that `value` names, or None for None."""
     if value is None:
         return None
+    # `optax.inject_hyperparams` takes the callable `jnp.bfloat16` for a schedule and passes the
+    # array `jnp.bfloat16(count)` in its place: the dtype of an array is what was meant.
     advice = "Pass a floating-point dtype, best as a string such as 'bfloat16'."
     try:
         dtype = jnp.dtype(value.dtype if isinstance(value, _ARRAYS) else value)
@@ -160,9 +153,8 @@ def keeps_prev_grad(keep_prev_grad: bool, conflict: str, instead: str) -> None:
     """Raises where a setting needs the previous gradient, and there is to be none."""
     if not keep_prev_grad:
         raise ValueError(
-            f"`keep_prev_grad`: expected True with {conflict}, got False: without the previous "
-            f"gradient its correction cannot be computed. Pass {instead} there, or "
-            "`keep_prev_grad=True`."
+            f"`keep_prev_grad`: expected True with {conflict}, got False: its correction needs the "
+            f"previous gradient. Pass {instead} there, or `keep_prev_grad=True`."
         )
 
 
@@ -202,44 +194,46 @@ def anchor(updates: Any, extra_args: Mapping[str, Any]) -> None:
         )
 
 
-def same_shapes(name: str, got: Any, like: Any, where: str, advice: str) -> None:
-    """A tree from the user has the structure and shapes of `like`, which `where` names."""
+def same_shapes(name: str, got: Any, like: Any, where: str, advice: str) -> list[Any]:
+    """A tree is like another, which `where` names, in structure and shapes; rows of their leaves."""
     arrays(got, f"`{name}`: leaf")
-    for path, leaf, other in _same_leaves(f"`{name}`", got, like, where, advice):
+    rows = _same_leaves(name, got, like, where, advice)
+    for path, leaf, other in rows:
         if jnp.shape(leaf) != jnp.shape(other):
             raise ValueError(
                 f"`{name}`: expected shape {jnp.shape(other)} for leaf '{path_string(path)}', as "
                 f"in {where}, got {jnp.shape(leaf)}. {advice}"
             )
+    return rows
 
 
 def inexact_leaves(params: Any, what: str = "Parameter") -> None:
     """Parameters are real or complex floating-point numbers; anything else has no gradient."""
+    arrays(params, what)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        dtype = _dtype(leaf, what, path)
-        if not jnp.issubdtype(dtype, jnp.inexact):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
-                f"{what} '{path_string(path)}': expected a real or complex floating-point "
-                f"array, got dtype {dtype}. {_LEAF_ADVICE}"
+                f"{what} '{path_string(path)}': expected a real or complex floating-point array, "
+                f"got dtype {jnp.result_type(leaf)}. {_LEAF_ADVICE}"
             )
 
 
 def arrays(tree: Any, what: str) -> None:
     """The leaves of a tree are arrays, or have a shape and a dtype that JAX knows."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        _dtype(leaf, what, path)
+        if not _is_array(leaf):
+            raise TypeError(
+                f"{what} '{path_string(path)}': expected an array, got {leaf!r}. {_LEAF_ADVICE}"
+            )
 
 
-def _dtype(leaf: Any, what: str, path: tuple[Any, ...]) -> Any:
-    """The dtype of a leaf, which has to be an array: strings and types name a dtype, too."""
+def _is_array(leaf: Any) -> bool:
+    """Whether it is one: strings and types name a dtype, too."""
     try:
-        if isinstance(leaf, int | float | complex) or jnp.shape(leaf) == tuple(leaf.shape):
-            return jnp.result_type(leaf)
+        jnp.result_type(leaf)
+        return isinstance(leaf, int | float | complex) or jnp.shape(leaf) == tuple(leaf.shape)
     except (TypeError, AttributeError):
-        pass
-    raise TypeError(
-        f"{what} '{path_string(path)}': expected an array, got {leaf!r}. {_LEAF_ADVICE}"
-    )
+        return False
 
 
 _LEAF_ADVICE = (
@@ -250,25 +244,16 @@ _LEAF_ADVICE = (
 
 
 def gradients(updates: Any, like: Any, where: str) -> None:
-    """Gradients are those of the parameters: what broadcasts or is cast would change the state.
-
-    `like` has a leaf of the same shape for each, and `where` says what it is.
-    """
+    """Gradients are those of the parameters: what broadcasts or is cast would change the state."""
     advice = "Pass gradients of the parameters that the state was made for."
-    for path, leaf, other in _same_leaves("`updates`", updates, like, where, advice):
-        subject = f"Gradient '{path_string(path)}'"
-        dtype = _dtype(leaf, "Gradient", path)
-        if jnp.shape(leaf) != jnp.shape(other):
-            raise ValueError(
-                f"{subject}: expected shape {jnp.shape(other)}, as in {where}, got "
-                f"{jnp.shape(leaf)}. {advice}"
-            )
+    for path, leaf, other in same_shapes("updates", updates, like, where, advice):
         is_real = not jnp.issubdtype(jnp.result_type(other), jnp.complexfloating)
-        if not jnp.issubdtype(dtype, jnp.floating if is_real else jnp.inexact):
-            kind = "a real" if is_real else "a real or complex"
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating if is_real else jnp.inexact):
+            kind = "real" if is_real else "real or complex"
             raise TypeError(
-                f"{subject}: expected {kind} floating-point array, as in {where}, got dtype "
-                f"{dtype}. Pass what `jax.grad` returns for a real loss."
+                f"Gradient '{path_string(path)}': expected a {kind} floating-point array, as in "
+                f"{where}, got dtype {jnp.result_type(leaf)}. Pass what `jax.grad` returns for a "
+                "real loss."
             )
 
 
@@ -286,8 +271,8 @@ def state_fields(
 ) -> None:
     """The trees of a state are those that the settings ask for, with a leaf for each gradient.
 
-    `wanted` has for each field the gradients that have a leaf there, or None where it is not kept.
-    Those of `rows` have one number for each row of a leaf, those of `free` any structure.
+    `wanted` has the gradients that have a leaf in a field, or None where it is not kept. Those of
+    `rows` have one number for each row of a leaf, those of `free` any structure.
     """
     for field, updates in wanted.items():
         tree = getattr(state, field)
@@ -297,17 +282,13 @@ def state_fields(
                 f"`state.{field}`: expected {expected} with these settings of `{name}`, got {got}. "
                 f"{_STATE_ADVICE}"
             )
-        if field in free:
-            continue
-        args = tree, updates, "the gradients", _STATE_ADVICE
-        for path, leaf, grad in _same_leaves(f"`state.{field}`", *args):
-            shape = jnp.shape(grad)
-            shape = quantization.scale_shape(shape) if field in rows else shape
-            if jnp.shape(leaf) != shape:
-                raise ValueError(
-                    f"`state.{field}`: expected shape {shape} for leaf '{path_string(path)}', as "
-                    f"the gradients have it, got {jnp.shape(leaf)}. {_STATE_ADVICE}"
-                )
+        if field not in free:
+            like = jax.tree.map(_of_rows, updates) if field in rows else updates
+            same_shapes(f"state.{field}", tree, like, "the gradients", _STATE_ADVICE)
+
+
+def _of_rows(x: Any) -> Any:
+    return np.broadcast_to(0.0, quantization.scale_shape(jnp.shape(x)))
 
 
 def inner_state(new: Any, old: Any, name: str) -> None:
@@ -326,13 +307,8 @@ _STATE_ADVICE = (
 )
 
 
-def _same_leaves(
-    subject: str, got: Any, wanted: Any, where: str, advice: str
-) -> list[tuple[tuple[Any, ...], Any, Any]]:
-    """Two trees have leaves at the same places; their paths, and the leaves of both.
-
-    Metadata in the nodes may differ.
-    """
+def _same_leaves(name: str, got: Any, wanted: Any, where: str, advice: str) -> list[Any]:
+    """Two trees have leaves at the same places, though metadata in the nodes may differ."""
     flat = jax.tree_util.tree_leaves_with_path(got)
     try:
         treedef: Any = jax.tree.structure(wanted)
@@ -348,15 +324,15 @@ def _same_leaves(
     kinds = (*type(got).__mro__, *type(wanted).__mro__)
     if not missing + spare and any(x.__module__.startswith("flax.nnx") for x in kinds):
         raise ValueError(
-            f"{subject}: expected a tree of the structure of {where}, got a `{type(got).__name__}` "
-            f"for a `{type(wanted).__name__}`. Use `nnx.Optimizer(model, tx, "
-            "wrt=nnx.Param)`, or give `tx.init` and `tx.update` the `nnx.state(model, nnx.Param)` "
-            "whose gradients `nnx.grad` returns."
+            f"`{name}`: expected a tree of the structure of {where}, got a `{type(got).__name__}` "
+            f"for a `{type(wanted).__name__}`. Use `nnx.Optimizer(model, tx, wrt=nnx.Param)`, or "
+            "give `tx.init` and `tx.update` the `nnx.state(model, nnx.Param)` whose gradients "
+            "`nnx.grad` returns."
         )
     nodes = f"{jax.tree.structure(got)} and not {jax.tree.structure(wanted)}"
     difference = next(iter(missing + spare), nodes)
     raise ValueError(
-        f"{subject}: expected a tree of the structure of {where}, got {difference}. {advice}"
+        f"`{name}`: expected a tree of the structure of {where}, got {difference}. {advice}"
     )
 
 
@@ -379,11 +355,9 @@ def path_string(path: tuple[Any, ...]) -> str:
 
 
 def is_tree_function(value: Any, tree: Any) -> TypeGuard[Callable[[Any], Any]]:
-    """Whether `value` is a function of `tree`, rather than a tree like it that can be called.
-
-    Equinox modules are trees and may be callable. So may be functions: `jax.tree_util.Partial`, and
-    what Equinox makes of a closure. But these are not of the type of the parameters.
-    """
+    """Whether `value` is a function of `tree`, rather than a tree like it that can be called."""
+    # Equinox modules are trees and may be callable; so are `jax.tree_util.Partial` and what Equinox
+    # makes of a closure, but these are not of the type of the parameters.
     return callable(value) and type(value) is not type(tree)
 
 
@@ -415,15 +389,14 @@ def coefficients(value: Any, steps: Any, presets: dict[str, Any], prefix: str = 
 
 
 def _shape_of_numbers(value: Any) -> tuple[int, ...]:
+    if isinstance(value, jax.Array):
+        return value.shape
     try:
-        shape = np.shape(value) if not isinstance(value, jax.Array) else value.shape
-        numeric = isinstance(value, jax.Array) or all(
-            (_is_number(x) and not math.isnan(x)) or isinstance(x, jax.Array)
-            for x in np.asarray(value, dtype=object).ravel()
-        )
+        shape, flat = np.shape(value), np.asarray(value, dtype=object).ravel()
     except ValueError:
         return ()
-    return tuple(shape) if numeric else ()
+    are_numbers = (isinstance(x, jax.Array) or (_is_number(x) and x == x) for x in flat)
+    return shape if all(are_numbers) else ()
 
 
 def newton_schulz_result(x: jax.Array, y: Any) -> None:

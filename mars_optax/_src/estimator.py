@@ -32,29 +32,19 @@ OF_ANY_SHAPE: Final = ("gamma_state", "inner_state")
 
 @dataclasses.dataclass(frozen=True)
 class HandedOver:
-    """A correction whose b an optimizer around the rule hands over, as extra argument `prev_grad`.
-
-    It evaluates `grad_fn` for all parameters, matrices and vectors.
-    """
+    """A correction whose b comes as extra argument `prev_grad` from the optimizer around a rule."""
 
     correction: types.Correction
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What the elementwise part of a step makes c of.
+    """What the elementwise part of a step makes c of."""
 
-    Attributes:
-      other: A tree beside the gradients: the previous gradients, or c itself; or None.
-      coefficient: That of the correction.
-      is_corrected: Whether `other` is c.
-      next_gamma: In the memory-free form, the part of the gradient that the kept momentum lacks.
-    """
-
-    other: Any
-    coefficient: Any
-    is_corrected: bool = False
-    next_gamma: Any = None
+    other: Any  # a tree beside the gradients: the previous gradients, or c itself; or None
+    coefficient: Any  # that of the correction
+    is_corrected: bool = False  # whether `other` is c
+    next_gamma: Any = None  # memory-free: the part of the gradient that the kept momentum lacks
 
     def corrected(self, grad: jax.Array, other: jax.Array | None, coefficient: Any) -> jax.Array:
         """The corrected gradient before the clip, elementwise."""
@@ -84,27 +74,16 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """The estimator, and the fields of a state that it keeps.
-
-    Attributes:
-      gamma: The scale of the correction: a number, a schedule or a rule.
-      b1: The decay rate of the momentum, which the coefficient shares.
-      mode: The correction, or `HandedOver`.
-      first_step: What the previous gradient of the first step is: "zeros", or "no_correction".
-      dtype: The dtype of gradients that are kept; None is each parameter's own.
-      keep_prev_grad: Whether "approx" keeps the previous gradient; else it is memory-free.
-      alpha: The coefficient of "svrg", a number or a schedule.
-      correction_clip: The bound on the norm of k (a - b) over all leaves, or None.
-    """
+    """The estimator, and the fields of a state that it keeps; see `arguments` for its settings."""
 
     gamma: Any
     b1: jax.typing.ArrayLike
-    mode: Any = "approx"
+    mode: Any = "approx"  # the correction, or `HandedOver`
     first_step: types.FirstStep = "zeros"
-    dtype: Any = None
+    dtype: Any = None  # that of gradients that are kept
     keep_prev_grad: bool = True
     alpha: types.ScalarOrSchedule = 1.0
-    correction_clip: jax.typing.ArrayLike | None = None
+    correction_clip: jax.typing.ArrayLike | None = None  # on the norm of k (a - b) of all leaves
 
     def __post_init__(self) -> None:
         if not self.is_adaptive:
@@ -122,13 +101,12 @@ class Estimator:
                 f"`correction`={self.correction!r}, got {self.gamma!r}. Pass one of these, or "
                 "'approx' or 'exact' for `correction`."
             )
+        keep = self.keep_prev_grad
         if self.correction != "approx":
-            conflict = f"`correction`={self.correction!r}"
-            checks.keeps_prev_grad(self.keep_prev_grad, conflict, "'approx'")
+            checks.keeps_prev_grad(keep, f"`correction`={self.correction!r}", "'approx'")
         if self.dtype is not None:
-            conflict = f"`prev_grad_dtype`={self.dtype!r}"
-            checks.keeps_prev_grad(self.keep_prev_grad, conflict, "None")
-        if not self.keep_prev_grad:
+            checks.keeps_prev_grad(keep, f"`prev_grad_dtype`={self.dtype!r}", "None")
+        if not keep:
             checks.constant_or_schedule(self.gamma)
         check = checks.recursive_dtype if self._is_anchored else checks.float_dtype
         object.__setattr__(self, "dtype", check("prev_grad_dtype", self.dtype))
@@ -182,17 +160,9 @@ class Estimator:
         return {field: made[field]() if is_kept else None for field, is_kept in self.kept.items()}
 
     def check(
-        self,
-        updates: Any,
-        state: Any,
-        kind: type,
-        name: str,
-        kept: Mapping[str, bool],
+        self, updates: Any, state: Any, kind: type, name: str, kept: Mapping[str, bool]
     ) -> None:
-        """Raises unless a state is of its type, `kind`, and of these settings and gradients.
-
-        `name` is the public one; `kept` are all fields, averages first, and if they are kept.
-        """
+        """Raises unless a state is of type `kind`, and its fields `kept`, averages first, fit."""
         checks.state_type(state, kind, name)
         for field, is_kept in kept.items():
             if is_kept and field not in OF_ANY_SHAPE and getattr(state, field) is not None:
@@ -215,12 +185,7 @@ class Estimator:
         return jnp.where(count == 0, 0.0, k) if self.first_step == "no_correction" else k
 
     def estimate(
-        self,
-        updates: optax.Updates,
-        state: Any,
-        params: Any,
-        extra_args: Mapping[str, Any],
-        axes: Any,
+        self, updates: Any, state: Any, params: Any, extra_args: Mapping[str, Any], axes: Any
     ) -> tuple[Estimate, dict[str, Any]]:
         """What c of this step is made of, and the fields of the state after the step."""
         fields: dict[str, Any] = dict.fromkeys(self.kept)
@@ -237,16 +202,15 @@ class Estimator:
             prev_grad = self._evaluated(updates, state, params, extra_args)
             fields["prev_params"] = self.next_params(state, params, extra_args)
         if self.is_adaptive:
-            k, prev_grad, fields["gamma_state"] = self._adapted(
-                updates, prev_grad, state, extra_args, axes
-            )
+            adapted = self._adapted(updates, prev_grad, state, extra_args, axes)
+            k, prev_grad, fields["gamma_state"] = adapted
             corrected = jax.tree.map(_corrected, updates, prev_grad, updates, k)
             return Estimate(corrected, 0.0, is_corrected=True), fields
         k, a = self.coefficient(state.count), updates
         if self._is_anchored:
-            is_new, anchor = self._is_new(state, extra_args), updates
-            if self._is_given(extra_args):  # else it is the first step's gradient
-                is_given = extra_args.get("refresh_anchor", True)
+            is_given = self._is_given(extra_args)
+            is_new, anchor = is_given | (state.count == 0), updates
+            if is_given is not False:  # else it is the first step's gradient
                 anchor = trees.choose(is_given, extra_args["anchor_grad"], updates)
             a = trees.choose(is_new, anchor, state.prev_corrected)
             prev_grad = trees.choose(is_new, updates, prev_grad)
@@ -275,7 +239,7 @@ class Estimator:
     def next_params(self, state: Any, params: Any, extra_args: Mapping[str, Any]) -> Any:
         """The parameters at which the next step evaluates its batch's gradients."""
         if state.prev_params is not None and self.correction == "svrg":
-            is_new = self._is_new(state, extra_args)
+            is_new = self._is_given(extra_args) | (state.count == 0)
             params = trees.choose(is_new, params, state.prev_params)
         return trees.copies(params, like=state.prev_params)
 
@@ -287,23 +251,17 @@ class Estimator:
             prev_grad = extra_args["prev_grad"]
         else:
             prev_grad = self.evaluate(updates, state, params, extra_args)
-        if self.correction == "exact" and self.first_step == "zeros":
-            # There are no previous parameters before the first step.
-            prev_grad = jax.tree.map(
-                lambda g: jnp.where(state.count == 0, precision.beside(0, g), g), prev_grad
-            )
-        return prev_grad
-
-    def _is_given(self, extra_args: Mapping[str, Any]) -> bool:
-        """Whether `update` got an anchor, which it may take."""
-        return self.correction != "storm" and extra_args.get("anchor_grad") is not None
-
-    def _is_new(self, state: Any, extra_args: Mapping[str, Any]) -> Any:
-        """Whether this step has an anchor of its own."""
+        if self.correction != "exact" or self.first_step != "zeros":
+            return prev_grad
+        # There are no previous parameters before the first step.
         is_first = state.count == 0
-        if not self._is_given(extra_args):
-            return is_first
-        return is_first | jnp.asarray(extra_args.get("refresh_anchor", True))
+        return jax.tree.map(lambda g: jnp.where(is_first, precision.beside(0, g), g), prev_grad)
+
+    def _is_given(self, extra_args: Mapping[str, Any]) -> Any:
+        """Whether this step takes an anchor that `update` got, which may be traced."""
+        if self.correction == "storm" or extra_args.get("anchor_grad") is None:
+            return False
+        return jnp.asarray(extra_args.get("refresh_anchor", True))
 
     def _factor(
         self, updates: Any, prev_grad: Any, a: Any, k: Any, extra_args: Mapping[str, Any]

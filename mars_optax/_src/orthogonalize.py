@@ -1,6 +1,7 @@
 """Newton-Schulz on leaves: matrices of any layout, and what the matrix variants ask of it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,18 +32,18 @@ class Orthogonalization:
         checks.optional_callable("newton_schulz_fn", self.fn)
         table = checks.coefficients(self.coeffs, self.steps, newton_schulz.PRESETS, self.prefix)
         object.__setattr__(self, "coeffs", table)
+        name = f"{self.prefix}dtype"
         if self.dtype is None:
-            raise TypeError(
-                f"`{self.prefix}dtype`: expected a dtype, got None. Pass for example 'bfloat16'."
-            )
-        object.__setattr__(self, "dtype", checks.float_dtype(f"{self.prefix}dtype", self.dtype))
+            raise TypeError(f"`{name}`: expected a dtype, got None. Pass for example 'bfloat16'.")
+        object.__setattr__(self, "dtype", checks.float_dtype(name, self.dtype))
 
     def __call__(
         self, leaves: Sequence[jax.Array], axes: Sequence[partition.Axes]
     ) -> list[jax.Array]:
         """Orthogonalizes each matrix of some leaves."""
+        rows = list(zip(leaves, axes, strict=True))
         if self.fn is not None:
-            return [self._by_user(self.fn, x, a) for x, a in zip(leaves, axes, strict=True)]
+            return [self._by_user(self.fn, *row) for row in rows]
         # Steps that are an array are one more operand; a number is part of the program.
         is_known = isinstance(self.steps, int | np.integer)
         constants = [jnp.asarray(self.coeffs)] + ([] if is_known else [jnp.asarray(self.steps)])
@@ -50,10 +51,8 @@ class Orthogonalization:
         def fn(stack: jax.Array, coeffs: jax.Array, steps: Any = self.steps) -> jax.Array:
             return newton_schulz.iterated(stack, coeffs, steps, self.precision)
 
-        normalized = [
-            newton_schulz.normalized(x, a.norm_axes, eps=self.eps, dtype=self.dtype)
-            for x, a in zip(leaves, axes, strict=True)
-        ]
+        normalize = functools.partial(newton_schulz.normalized, eps=self.eps, dtype=self.dtype)
+        normalized = [normalize(x, a.norm_axes) for x, a in rows]
         iterates = stacks.map_stacks(fn, normalized, axes, constants)
         return [y.astype(x.dtype) for x, y in zip(leaves, iterates, strict=True)]
 
@@ -72,11 +71,7 @@ def transformation(
     weight_dimension_numbers: types.WeightDimensionNumbers,
     divisor: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The directions of matrices from their momenta: orthogonalized, then scaled by their shapes.
-
-    `factor` makes the scale of the sizes (in, out) of a matrix. The momenta are divided by
-    `divisor` before, if there is one.
-    """
+    """The directions of matrices: momenta / `divisor`, orthogonalized, times `factor(in, out)`."""
 
     def divided(x: jax.Array) -> jax.Array:
         if divisor is None:
@@ -84,17 +79,15 @@ def transformation(
         return x / precision.upcast_scalar(divisor, precision.compute_dtype(x))
 
     def update_fn(momenta: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        axes = partition.resolve_axes(weight_dimension_numbers, momenta, partition.matrix_at_rank_2)
+        axes = partition.resolve_axes(weight_dimension_numbers, momenta)
         what = "the orthogonalization of a matrix"
         layouts = in_shard_map.layouts(momenta, axes, extra_args, what)
         leaves, treedef = jax.tree.flatten(momenta)
         whole = [divided(layout.whole(x)) for layout, x in zip(layouts, leaves, strict=True)]
         run = reshard.by_specs(orthogonalization, [layout.spec for layout in layouts])
         results = run(whole, [layout.axes for layout in layouts])
-        directions = [
-            layout.part(y * factor(*layout.axes.fans(y.shape)))
-            for layout, y in zip(layouts, results, strict=True)
-        ]
+        pairs = zip(layouts, results, strict=True)
+        directions = [its.part(y * factor(*its.axes.fans(y.shape))) for its, y in pairs]
         return jax.tree.unflatten(treedef, directions), optax.EmptyState()
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
@@ -135,16 +128,14 @@ def orthogonalize(
       eps: :math:`\varepsilon` >= 0.
       precision: Of the matrix products, as in :func:`jax.numpy.matmul`: the default computes
         float32 products in TF32 on some GPUs and in bfloat16 on TPUs.
-      weight_dimension_numbers: The axes of the matrices, an
-        :class:`optax.contrib.MuonDimensionNumbers`; all other axes are batch axes.
+      weight_dimension_numbers: :class:`optax.contrib.MuonDimensionNumbers`; other axes are batch.
 
     Returns:
       An array with the shape and dtype of `x`.
 
     Raises:
       TypeError: If an argument is of the wrong kind.
-      ValueError: If an argument is out of its range, if `x` has not rank 2 and no axes are given,
-        or if they do not fit.
+      ValueError: If an argument is out of its range, or `x` has no axes that fit, nor rank 2.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -164,10 +155,9 @@ def orthogonalize(
     x = jnp.asarray(x)
     if weight_dimension_numbers is None and x.ndim != 2:
         raise ValueError(
-            f"`x`: expected a matrix of rank 2, got {x.shape=}. Declare its axes by "
-            "`weight_dimension_numbers`."
+            f"`x`: expected rank 2, got {x.shape=}. Declare its axes by `weight_dimension_numbers`."
         )
     checks.inexact_leaves(x)
-    axes = partition.resolve_axes(weight_dimension_numbers, x, partition.matrix_at_rank_2)
+    axes = partition.resolve_axes(weight_dimension_numbers, x)
     partition.require_matrices(axes, x, "orthogonalize")
     return options([x], [axes])[0]

@@ -90,11 +90,12 @@ def no_matrices(params: Any) -> None:
 DefaultRule = Callable[[int], Axes]
 
 
-def resolve_axes(spec: types.WeightDimensionNumbers, params: Any, default: DefaultRule) -> Any:
+def resolve_axes(
+    spec: types.WeightDimensionNumbers, params: Any, default: DefaultRule = matrix_at_rank_2
+) -> Any:
     """The axes of every leaf, as a tree with the structure of `params`, of which shapes matter.
 
-    `spec` is `weight_dimension_numbers` as the user gave it; where that is None, `default` is the
-    rule for a leaf by its rank.
+    `spec` is the user's; where it is None, `default` is the rule for a leaf by its rank.
     """
     if spec is None:
         return jax.tree.map(lambda leaf: default(jnp.ndim(leaf)), params)
@@ -103,6 +104,7 @@ def resolve_axes(spec: types.WeightDimensionNumbers, params: Any, default: Defau
         return params
     if checks.is_tree_function(spec, params):
         spec = spec(params)
+    _check_leaves(spec)
 
     def of_subtree(path: tuple[Any, ...], spec: Any, subtree: Any) -> Any:
         def of_leaf(rest: tuple[Any, ...], leaf: Any) -> Axes:
@@ -125,8 +127,11 @@ def resolve_axes(spec: types.WeightDimensionNumbers, params: Any, default: Defau
 
 def check_spec(spec: types.WeightDimensionNumbers) -> None:
     """Raises where `weight_dimension_numbers` is neither a function nor a tree of specs."""
-    if callable(spec):
-        return
+    if not callable(spec):
+        _check_leaves(spec)
+
+
+def _check_leaves(spec: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec, is_leaf=_is_spec):
         if not _is_spec(leaf):
             where = f" at '{checks.path_string(path)}'" if path else ""
@@ -149,22 +154,15 @@ def axes_of_leaf(
     where = f"`weight_dimension_numbers` of leaf '{checks.path_string(path)}' of shape {shape}"
     if spec is None or (ndim < 2 and not is_named):
         return vector_axes(ndim)
-    if not isinstance(spec, MuonDimensionNumbers):
-        raise ValueError(
-            f"{where}: expected a `MuonDimensionNumbers` or None, got {spec!r}. Pass "
-            "`optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis)`."
-        )
     if ndim < 2:
         raise ValueError(
-            f"{where}: expected None, since a leaf of rank {ndim} is no matrix, got {spec}. Pass "
-            "None for this leaf."
+            f"{where}: expected None, as a leaf of rank {ndim} is no matrix, got {spec}. Pass None."
         )
     reduction = _normalized(spec.reduction_axis, ndim, f"{where}: `reduction_axis`")
     output = _normalized(spec.output_axis, ndim, f"{where}: `output_axis`")
     if set(reduction) & set(output):
         raise ValueError(
-            f"{where}: expected reduction and output axes without an overlap, got {spec}. Name "
-            "each axis once."
+            f"{where}: expected disjoint reduction and output axes, got {spec}. Name each once."
         )
     batch = tuple(i for i in range(ndim) if i not in reduction + output)
     return Axes(reduction, output, batch)
@@ -209,17 +207,14 @@ def require_matrices(axes: Any, params: Any, name: str) -> None:
             )
 
 
-_records: contextvars.ContextVar[dict[tuple[Any, ...], Axes] | None] = contextvars.ContextVar(
-    "mars_optax_axes", default=None
-)
+_records: contextvars.ContextVar[Any] = contextvars.ContextVar("mars_optax_axes", default=None)
 
 
 @contextlib.contextmanager
 def recorded_axes() -> Iterator[dict[tuple[Any, ...], Axes]]:
     """Collects the axes, by path, that transformations resolve in their `init` meanwhile.
 
-    The axes are static: they cannot be part of a state, and a wrapper such as `optax.chain` hides
-    the transformation that knows them, but not its `init`.
+    Static, they cannot be part of a state, and wrappers such as `optax.chain` hide all but `init`.
     """
     records: dict[tuple[Any, ...], Axes] = {}
     token = _records.set(records)
@@ -231,8 +226,7 @@ def recorded_axes() -> Iterator[dict[tuple[Any, ...], Axes]]:
 
 def record_axes(axes: Any) -> None:
     """Notes the axes for whoever listens with `recorded_axes`."""
-    records = _records.get()
-    if records is not None:
+    if (records := _records.get()) is not None:
         records.update(jax.tree_util.tree_leaves_with_path(axes))
 
 
@@ -247,9 +241,8 @@ def dimension_numbers_by_path(
 
     Args:
       rules: Pairs of a regular expression and the dimension numbers of the leaves whose path it
-        finds (:func:`re.search`), None for leaves that are no matrices. The first rule that
-        matches a leaf wins. A path is its keys joined by `/`, such as `blocks/0/attention/kernel`;
-        the closing `value` of a Flax NNX variable is left out.
+        finds (:func:`re.search`), None for leaves that are no matrices; the first match wins. A
+        path is a leaf's keys joined by `/`, without the closing `value` of a Flax NNX variable.
       default: What a leaf is that no rule matches: `"rank2"` takes a leaf of exactly rank 2 for a
         matrix (in, out) and any other for a vector, `"vector"` takes all for vectors.
 
@@ -276,23 +269,14 @@ def dimension_numbers_by_path(
       >>> print([(leaf.path, leaf.rule) for leaf in mars_optax.describe(params, tx).leaves])
       [('blocks/bias', 'vector'), ('blocks/kernel', 'matrix'), ('embed', 'vector')]
     """
-    if default not in _DEFAULTS:
-        raise ValueError(
-            f"`default`: expected one of {', '.join(map(repr, _DEFAULTS))}, got {default!r}. Pass "
-            "one of these."
-        )
-    if not isinstance(rules, tuple | list):
-        raise TypeError(
-            f"`rules`: expected a sequence of pairs, got {rules!r}. Pass for example "
-            "[('embed', None)]."
-        )
+    checks.choice("default", default, tuple(_DEFAULTS))
     compiled = []
-    for rule in rules:
+    for rule in rules if isinstance(rules, tuple | list) else (rules,):
         is_pair = isinstance(rule, tuple | list) and len(rule) == 2 and not _is_spec(rule)
         if not is_pair or not isinstance(rule[0], str) or not _is_spec(rule[1]):
             raise TypeError(
-                "`rules`: expected pairs of a regular expression and a `MuonDimensionNumbers` or "
-                f"None, got {rule!r}. Pass for example ('embed', None)."
+                "`rules`: expected a list of pairs of a regular expression and a "
+                f"`MuonDimensionNumbers` or None, got {rule!r}. Pass for example [('embed', None)]."
             )
         try:
             compiled.append((re.compile(rule[0]), rule[1]))
@@ -303,8 +287,8 @@ def dimension_numbers_by_path(
             ) from error
 
     def dimension_numbers(params: Any) -> Any:
-        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-        paths = [checks.path_string(path) for path, _ in flat]
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        paths = [checks.path_string(path) for path, _ in leaves]
         for pattern, _ in compiled:
             if not any(pattern.search(path) for path in paths):
                 raise ValueError(
@@ -312,11 +296,11 @@ def dimension_numbers_by_path(
                     f"matches none of {paths}. Correct it, or leave it out."
                 )
 
-        specs = []
-        for path, (_, leaf) in zip(paths, flat, strict=True):
-            axes = _DEFAULTS[default](jnp.ndim(leaf))
+        def of_leaf(key: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
+            path, axes = checks.path_string(key), _DEFAULTS[default](jnp.ndim(leaf))
             other = axes.dimension_numbers if axes.is_matrix else None
-            specs.append(next((spec for rule, spec in compiled if rule.search(path)), other))
-        return jax.tree.unflatten(treedef, specs)
+            return next((spec for rule, spec in compiled if rule.search(path)), other)
+
+        return jax.tree_util.tree_map_with_path(of_leaf, params)
 
     return dimension_numbers

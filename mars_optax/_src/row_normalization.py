@@ -36,8 +36,7 @@ def normalize_rows(
     A row is what belongs to one neuron: one entry of the output axes, so a column of a kernel
     (in, out) and a row of a PyTorch weight (out, in). The norm makes a bias correction of
     :math:`v_t` superfluous: after the first step all rows have one root mean square. Rows and
-    matrices of zeros stay zero, and a NaN stays in its matrix. Storage is in `nu_dtype`; None is
-    the parameter's own, but at least float32.
+    matrices of zeros stay zero, and a NaN stays in its matrix.
 
     Differences: NorMuon's Algorithm 1 scales the matrix to a root mean square of 0.2, its code to
     the norm before, as here, with an epsilon of 1e-10. With exactly orthogonal matrices and
@@ -51,17 +50,15 @@ def normalize_rows(
     checks.non_negative("eps", eps)
     nu_dtype = checks.recursive_dtype("nu_dtype", nu_dtype)
     partition.check_spec(weight_dimension_numbers)
-    default, numbers = partition.matrix_at_rank_2, weight_dimension_numbers
-    axes_of = functools.partial(partition.resolve_axes, numbers, default=default)
+    axes_of = functools.partial(partition.resolve_axes, weight_dimension_numbers)
 
     def init_fn(params: optax.Params) -> NormalizeRowsState:
         axes = axes_of(params)
         partition.require_matrices(axes, params, "normalize_rows")
         zeros = trees.zeros(params, nu_dtype, averages_squares=True)
         # Reduced as in every later step, they lie on a mesh as those do.
-        return NormalizeRowsState(
-            jax.tree.map(lambda x, a: jnp.sum(x, a.reduction, keepdims=True), zeros, axes)
-        )
+        nu = jax.tree.map(lambda x, a: jnp.sum(x, a.reduction, keepdims=True), zeros, axes)
+        return NormalizeRowsState(nu)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         checks.state_type(state, NormalizeRowsState, "normalize_rows")
@@ -70,9 +67,7 @@ def normalize_rows(
         direction, nu = trees.unzip([on_leaf(*row) for row in table], (updates, state.nu))
         return direction, NormalizeRowsState(nu)
 
-    def on_leaf(
-        path: tuple[Any, ...], x: jax.Array, spec: Any, nu: jax.Array, axes: partition.Axes
-    ) -> tuple[jax.Array, jax.Array]:
+    def on_leaf(path: Any, x: jax.Array, spec: Any, nu: jax.Array, axes: partition.Axes) -> Any:
         # The mesh axes inside a shard_map that divide each row, and those that divide the rows.
         within, across = (
             tuple(n for part in in_shard_map.sharded(path, x, spec, dims, "a row") for n in part)

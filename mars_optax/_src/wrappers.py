@@ -1,5 +1,6 @@
 """Wrappers around an optimizer: cautious updates, and gradients that are absent on some steps."""
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -84,18 +85,15 @@ def ignore_absent_gradients(
     r"""Treats a gradient of zeros as none at all, in the correction of an optimizer.
 
     Where a parameter takes no part in a step, as an expert that no token is routed to or an adapter
-    that is dropped, its gradient is 0, and by the formula and the reference code the correction of
-    the approximate mode becomes :math:`c_t = -k g_{t-1}`: a step back along the last gradient, and
-    a correction by the whole gradient when the parameter returns. In this wrapper a leaf whose
-    gradient is 0 everywhere has :math:`c_t = 0` instead, and keeps :math:`g_{t-1}`; its momentum
-    decays as AdamW's does. Steps go on being counted, the first one as any other.
-
-    Of a stack of experts in one leaf, all have to be absent. What changes gradients, such as
-    :class:`optax.MultiSteps`, goes around this wrapper, not into it.
+    that is dropped, its gradient is 0. The formula of the approximate mode, also in the reference
+    code, then is :math:`c_t = -k g_{t-1}`: a step back along the last gradient, and a correction by
+    the whole gradient when the parameter returns. In this wrapper a leaf whose gradient is 0
+    everywhere has :math:`c_t = 0` instead, and keeps :math:`g_{t-1}`; its momentum decays as
+    AdamW's does, and steps are counted, the first as any other. Of a stack of experts in one leaf,
+    all have to be absent. What changes gradients, as :class:`optax.MultiSteps`, goes around this.
 
     Args:
-      inner: An optimizer or a transformation of this package that keeps a previous gradient, also
-        in a chain or partition.
+      inner: What keeps a previous gradient, of this package, also in a chain or partition.
 
     Returns:
       A transformation with the state of `inner`.
@@ -138,19 +136,17 @@ def ignore_absent_gradients(
         flat = jax.tree_util.tree_leaves_with_path(updates)
         absent = {path: jnp.all(grad == 0) for path, grad in flat}
 
+        def on_leaf(path: Any, new: Any, old: Any) -> Any:
+            if path not in absent:
+                return new
+            return jnp.where(absent[path], precision.beside(old, new), new)
+
         def choose(node: Any, old: Any) -> Any:
             """The previous gradients of `old` where there is none now, else those of `node`."""
-
-            def on_leaf(path: Any, new_leaf: Any, old_leaf: Any) -> Any:
-                if path not in absent:
-                    return new_leaf
-                return jnp.where(absent[path], precision.beside(old_leaf, new_leaf), new_leaf)
-
-            def kept(name: str) -> Any:
-                trees = getattr(node, name), getattr(old, name)
-                return jax.tree_util.tree_map_with_path(on_leaf, *trees)
-
-            return node._replace(**{k: kept(k) for k in ("prev_grad", "prev_grad_scale")})
+            mapped = functools.partial(jax.tree_util.tree_map_with_path, on_leaf)
+            prev_grad = mapped(node.prev_grad, old.prev_grad)
+            prev_grad_scale = mapped(node.prev_grad_scale, old.prev_grad_scale)
+            return node._replace(prev_grad=prev_grad, prev_grad_scale=prev_grad_scale)
 
         # With a previous gradient of 0 the correction of a gradient of 0 is 0.
         def without(node: Any) -> Any:

@@ -40,7 +40,24 @@ _FURTHER: dict[str, Callable[[], Any]] = {
     "updates": lambda: mars_optax.stochastic_apply_updates(
         {"w": jnp.ones(2)}, {"v": jnp.ones(2)}, jax.random.key(0)
     ),
+    "default": lambda: mars_optax.dimension_numbers_by_path([("a", None)], default="rank3"),
+    "rules": lambda: mars_optax.dimension_numbers_by_path(None),
+    "weight_dimension_numbers": lambda: mars_optax.mars(
+        0.1, weight_dimension_numbers=lambda params: {"kernel": "matrix"}
+    ).init({"kernel": jnp.ones((3, 4))}),
+    "grad_fn": lambda: _update("prev_params", jnp.ones(3), correction="exact"),
+    "state.prev_grad": lambda: _update("prev_grad", jnp.ones(1)),
+    "state.prev_grad_scale": lambda: _update(
+        "prev_grad_scale", jnp.ones(3), prev_grad_dtype="float8_e5m2"
+    ),
 }
+
+
+def _update(field: str, buffer: jax.Array, **settings: Any) -> Any:
+    """An update where a field of the state has another shape than the gradients."""
+    tx, grads = mars_optax.scale_by_mars(**settings), jnp.ones(3)
+    state = tx.init(grads)._replace(**{field: buffer})
+    return tx.update(grads, state, grads, grad_fn=lambda p: p[:2])
 
 
 class MessageTest(parameterized.TestCase):

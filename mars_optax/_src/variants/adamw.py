@@ -36,10 +36,7 @@ def adamw_step(
     nu_of_gradient: bool = False,
     next_mu_correction: Any = None,
 ) -> tuple[Any, ...]:
-    """Lines 6 to 9 of Algorithm 2 of the paper, without learning rate and decay.
-
-    With `next_mu_correction` it has Nesterov momentum, as :func:`optax.scale_by_adam`.
-    """
+    """Lines 6 to 9 of the paper's Algorithm 2; with `next_mu_correction` by Nesterov's momentum."""
     mu = optax.tree.update_moment(c, mu, b1, 1)
     nu = optax.tree.update_moment_per_elem_norm(grad if nu_of_gradient else c, nu, b2, 2)
     if nu_max is not None:
@@ -54,10 +51,9 @@ def adamw_step(
 
 def rule(name: str, settings: Mapping[str, Any], *, nesterov: bool = False) -> Any:
     """The rule of Adam on an estimator of the gradient."""
-    b1, b2 = settings["b1"], settings["b2"]
     amsgrad = settings.get("amsgrad", False)
     second_moment = settings.get("second_moment", "corrected")
-    checks.decay_rate("b2", b2)
+    checks.decay_rate("b2", settings["b2"])
     checks.non_negative("eps", settings["eps"])
     checks.non_negative("eps_root", settings["eps_root"])
     checks.flag("amsgrad", amsgrad)
@@ -72,20 +68,17 @@ def rule(name: str, settings: Mapping[str, Any], *, nesterov: bool = False) -> A
 
     def scalars(count: jax.Array) -> dict[str, Any]:
         own = {key: settings[key] for key in ("b1", "b2", "eps", "eps_root")}
-        beta1, beta2 = precision.upcast_scalar(b1), precision.upcast_scalar(b2)
+        beta1, beta2 = (precision.upcast_scalar(own[key]) for key in ("b1", "b2"))
         own["mu_correction"] = bias_correction(beta1, count)
         own["nu_correction"] = bias_correction(beta2, count)
         if nesterov:
             own["next_mu_correction"] = bias_correction(beta1, optax.safe_increment(count))
         return own
 
+    step = functools.partial(adamw_step, nu_of_gradient=second_moment == "gradient")
+    moments = {"mu": first, "nu": second, "nu_max": second if amsgrad else lambda params: None}
     return transformation.rule(
-        name,
-        ScaleByMarsState,
-        settings,
-        step=functools.partial(adamw_step, nu_of_gradient=second_moment == "gradient"),
-        moments={"mu": first, "nu": second, "nu_max": second if amsgrad else lambda params: None},
-        scalars=scalars,
+        name, ScaleByMarsState, settings, step=step, moments=moments, scalars=scalars
     )
 
 
@@ -124,8 +117,7 @@ def scale_by_mars(
     The norm is each matrix's own: that of a leaf, or of each slice along declared batch axes. The
     direction :math:`u_t` has the sign of the gradient and its dtype; with ``gamma=0,
     max_norm=None`` it is, to rounding, that of :func:`optax.scale_by_adam`. Arithmetic is in at
-    least float32. At the first step :math:`c_1` is 1.475 :math:`g_1` at the defaults, see
-    `first_step`.
+    least float32. At the defaults :math:`c_1` is 1.475 :math:`g_1`, see `first_step`.
 
     Args:
       weight_dimension_numbers: ... None: each leaf is clipped as a whole.
@@ -148,36 +140,30 @@ def scale_by_mars(
 
     References:
       Yuan et al., `MARS: Unleashing the Power of Variance Reduction for Training Large Models
-      <https://arxiv.org/abs/2411.10438>`_, 2025: equations (3.5) and (3.10) to (3.12), Algorithm 2,
-      Remark 3.3. Reference code: ``MARS/optimizers/mars.py``, ``mars_type="mars-adamw"``, of
-      https://github.com/AGI-Arena/MARS.
+      <https://arxiv.org/abs/2411.10438>`_, 2025: (3.5), (3.10) to (3.12), Algorithm 2, Remark 3.3.
+      Code: ``MARS/optimizers/mars.py`` of https://github.com/AGI-Arena/MARS, type "mars-adamw".
     """
     return rule("scale_by_mars", locals())
 
 
 def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Makes plain Adam for the leaves that are no matrices; None where they get the main rule.
-
-    It is :func:`optax.scale_by_adam`, but for state that keeps its dtypes whatever the gradients'.
-    """
+    """Makes Optax's Adam, but with state of fixed dtypes, for vectors; None with `optimize_1d`."""
     optimize_1d = settings.get("optimize_1d", False)
     checks.flag("optimize_1d", optimize_1d)
     if optimize_1d:
         return None
-    main = {"eps": 1e-8, "eps_root": 0.0, **settings}
-    own = {key: settings[f"{key}_1d"] for key in ("b1", "b2", "eps", "eps_root")}
+    checks.decay_rate("b1_1d", settings["b1_1d"])
+    checks.decay_rate("b2_1d", settings["b2_1d"])
+    shared = {"eps", "eps_root", "amsgrad", "mu_dtype", "nu_dtype", "implementation"}
+    own = {key: settings[key] for key in shared.intersection(settings)}
     for key in ("eps", "eps_root"):
-        passed = key if own[key] is None else f"{key}_1d"
-        own[key] = main[key] if own[key] is None else own[key]
-        checks.non_negative(passed, own[key])
-    checks.decay_rate("b1_1d", own["b1"])
-    checks.decay_rate("b2_1d", own["b2"])
-    shared = {"amsgrad", "mu_dtype", "nu_dtype", "implementation"}.intersection(settings)
-    own |= {key: settings[key] for key in shared}
-    own |= {"max_norm": None, "correction": "none"}
-    own["weight_dimension_numbers"] = partition.no_matrices
-    scale_by_mars(**own)  # wrong arguments fail here
-    return lambda correction: scale_by_mars(**own)
+        if (value := settings[f"{key}_1d"]) is not None:
+            checks.non_negative(f"{key}_1d", value)
+            own[key] = value
+    own |= {"max_norm": None, "weight_dimension_numbers": partition.no_matrices}
+    make = functools.partial(scale_by_mars, settings["b1_1d"], settings["b2_1d"], **own)
+    make(correction="none")  # wrong arguments fail here
+    return lambda correction: make(correction="none")
 
 
 class MarsState(State):
@@ -218,16 +204,14 @@ def mars(
     r"""MARS-AdamW: AdamW on variance-reduced gradients.
 
     Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
-    :math:`u_t` of :func:`scale_by_mars`, whose docstring has the equations, and all other leaves by
-    AdamW with the values `*_1d`. With ``correction="none", max_norm=None, optimize_1d=True`` and
-    the same rates and decay it is :func:`optax.adamw`, but for the dtypes of state and arithmetic
-    in low precision.
+    :math:`u_t` of :func:`scale_by_mars`, and all other leaves by AdamW with the values `*_1d`. With
+    ``correction="none", max_norm=None, optimize_1d=True`` and the same rates and decay it is
+    :func:`optax.adamw`, but for the dtypes of state and arithmetic in low precision.
 
-    Differences from the reference code: leaves of rank >= 3 are matrices, clipped as a whole, where
-    there they go to AdamW (``weight_dimension_numbers=dimension_numbers_by_path([])`` restores
-    that); `learning_rate_1d` is a rate or schedule of its own, where there `lr_1d / lr` is frozen
-    at construction; `mask` applies to all leaves, where there `weight_decay_1d` cannot be turned
-    off for single ones.
+    Differences from the reference code: leaves of rank >= 3 are matrices, clipped as a whole, not
+    AdamW's (which ``weight_dimension_numbers=dimension_numbers_by_path([])`` restores);
+    `learning_rate_1d` is a rate or schedule, where there `lr_1d / lr` is frozen at construction;
+    `mask` applies to all leaves, where there `weight_decay_1d` is that of every vector.
 
     Args:
       learning_rate_1d: ... The paper's GPT-2 runs use half of it.

@@ -9,22 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mars_optax._src import (
-    assembly,
-    checks,
-    in_shard_map,
-    mesh,
-    named,
-    partition,
-    transformation,
-    trees,
-    types,
-)
+from mars_optax._src import assembly, checks, in_shard_map, mesh, named, partition, trees, types
 from mars_optax._src.adaptive import Gamma
 from mars_optax._src.leaf import precision
 from mars_optax._src.leaf.momentum import bias_correction
 from mars_optax._src.leaf.root import root
 from mars_optax._src.states import State
+from mars_optax._src.transformation import rule
 from mars_optax._src.variants import adamw
 
 
@@ -73,8 +64,7 @@ def scale_by_soap(
     nu_dtype = checks.recursive_dtype("nu_dtype", nu_dtype)
     gram_dtype = checks.recursive_dtype("precondition_dtype", precondition_dtype)
     partition.check_spec(weight_dimension_numbers)
-    default, numbers = partition.matrix_at_rank_2, weight_dimension_numbers
-    axes_of = functools.partial(partition.resolve_axes, numbers, default=default)
+    axes_of = functools.partial(partition.resolve_axes, weight_dimension_numbers)
 
     def length(fans: tuple[int, int], side: int) -> int:
         """That of a side of matrices, or 0 if it is not preconditioned."""
@@ -86,25 +76,21 @@ def scale_by_soap(
         axes = axes_of(params)
         partition.require_matrices(axes, params, "scale_by_soap")
         partition.record_axes(axes)
-        in_shard_map.require_whole(
-            params, None, "`init` of `scale_by_soap`, to be called outside of it,"
-        )
+        what = "`init` of `scale_by_soap`, to be called outside of it,"
+        in_shard_map.require_whole(params, None, what)
 
-        def zeros(side: int) -> Any:
-            def on_leaf(p: Any, a: partition.Axes) -> jax.Array:
-                dtype = precision.compute_dtype(p) if gram_dtype is None else gram_dtype
-                # Made of zeros like the parameter, they lie on its devices.
-                zero = trees.zeros(p, dtype)
-                n, stack = length(a.fans(zero.shape), side), a.to_stack(mesh.whole(zero))
-                # One number in place of none: Orbax saves no empty arrays.
-                rows = jnp.sum(stack, axis=2 - side) if n else jnp.sum(stack, axis=(1, 2))[:, None]
-                return rows[:, :, None] * rows[:, None, :]
+        def squares(p: Any, a: partition.Axes, side: int) -> jax.Array:
+            dtype = precision.compute_dtype(p) if gram_dtype is None else gram_dtype
+            zero = trees.zeros(p, dtype)  # lies on the parameter's devices
+            n, stack = length(a.fans(zero.shape), side), a.to_stack(mesh.whole(zero))
+            # One number in place of none: Orbax saves no empty arrays.
+            rows = jnp.sum(stack, axis=2 - side) if n else jnp.sum(stack, axis=(1, 2))[:, None]
+            return rows[:, :, None] * rows[:, None, :]
 
-            return jax.tree.map(on_leaf, params, axes)
-
+        of_side = (functools.partial(squares, side=side) for side in (0, 1, 0, 1))
         mu, nu = trees.zeros(params, mu_dtype), trees.zeros(params, nu_dtype, averages_squares=True)
         count = jnp.zeros([], jnp.int32)
-        return ScaleBySoapState(count, mu, nu, *(zeros(side) for side in (0, 1, 0, 1)))
+        return ScaleBySoapState(count, mu, nu, *(jax.tree.map(fn, params, axes) for fn in of_side))
 
     def advance(count: jax.Array, *row: jax.Array) -> tuple[jax.Array, ...]:
         """The direction of a stack, and its state before a change of the bases."""
@@ -230,11 +216,8 @@ def _changed(rows: Any, count: jax.Array, frequency: int) -> Any:
     def each(fn: Callable[..., Any]) -> Any:
         return lambda: [fn(*row) for row in rows]
 
-    return jax.lax.cond(
-        count % frequency == 0,
-        lambda: jax.lax.cond(count == 0, each(first), each(power_step)),
-        each(lambda *row: row),
-    )
+    branch = jnp.where(count % frequency > 0, 2, jnp.minimum(count, 1))
+    return jax.lax.switch(branch, [each(first), each(power_step), lambda: rows])
 
 
 class ScaleByMarsSoapState(State):
@@ -314,14 +297,9 @@ def scale_by_mars_soap(
       <https://arxiv.org/abs/2409.11321>`_, 2024, Algorithm 3. Reference code:
       https://github.com/nikhilvyas/SOAP, which adds epsilon before the bias corrections.
     """
-    settings = locals()
-    return transformation.rule(
-        "scale_by_mars_soap",
-        ScaleByMarsSoapState,
-        settings,
-        inner=scale_by_soap(**assembly.accepted(scale_by_soap, settings)),
-        default=partition.matrix_at_rank_2,
-    )
+    settings, default = locals(), partition.matrix_at_rank_2
+    inner = scale_by_soap(**assembly.accepted(scale_by_soap, settings))
+    return rule("scale_by_mars_soap", ScaleByMarsSoapState, settings, inner=inner, default=default)
 
 
 class MarsSoapState(State):
@@ -362,15 +340,13 @@ def mars_soap(
     r"""MARS-SOAP: Adam in Shampoo's eigenbasis, on variance-reduced gradients.
 
     Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
-    :math:`u_t` of :func:`scale_by_mars_soap`, whose docstring has the equations and the first step,
-    which moves no matrix but by its decay. All other leaves are updated by AdamW with the values
-    `*_1d`.
+    :math:`u_t` of :func:`scale_by_mars_soap`, which is 0 at the first step, and all other leaves by
+    AdamW with the values `*_1d`.
 
     Args:
       weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings and output layers are
         among these: name them to leave them out.
-      eps_root: Added to the second moment inside the root, after the bias correction, >= 0. Steps
-        have no derivative where eigenvalues of a preconditioner coincide, as for gradients of 0.
+      eps_root: That of :func:`scale_by_mars_soap`, >= 0.
 
     Examples:
       >>> import jax.numpy as jnp
