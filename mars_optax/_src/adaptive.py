@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from mars_optax._src import checks, trees, types
 from mars_optax._src.leaf import clipping, precision
@@ -86,7 +85,8 @@ class AdaptiveGamma:
         checks.decay_rate("decay", self.decay)
         for name in ("initial", "low", "high"):
             checks.number(name, getattr(self, name))
-        if self.low > self.high:
+        numbers = all(isinstance(x, int | float) for x in (self.low, self.high))
+        if numbers and not self.low <= self.high:
             raise ValueError(
                 f"`low`: expected a number up to `high`={self.high}, got {self.low}. Pass less."
             )
@@ -120,6 +120,9 @@ class AdaptiveGamma:
         a, w, grads, prev_grads, unseen = (jax.tree.map(precision.upcast, x) for x in given)
         products = inner(w, jax.tree.map(jnp.subtract, unseen, a)), inner(w, w)
 
+        def finite(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(jnp.isfinite(new), new, old)
+
         def average(old: jax.Array, x: jax.Array, *both: jax.Array) -> jax.Array:
             # Where a norm overflows the step does not count: an average would not forget it.
             new = self.decay * old + (1 - self.decay) * x
@@ -128,10 +131,10 @@ class AdaptiveGamma:
         new = AdaptiveGammaState(
             jax.tree.map(average, state.cross, products[0], *products),
             jax.tree.map(average, state.square, products[1], *products),
-            jax.tree.map(lambda a, g: b1 * a + (1 - b1) * g, a, grads),
-            jax.tree.map(lambda w, g, p: b1 * (w + g - p), w, grads, prev_grads),
+            jax.tree.map(lambda a, g: finite(b1 * a + (1 - b1) * g, a), a, grads),
+            jax.tree.map(lambda w, g, p: finite(b1 * (w + g - p), w), w, grads, prev_grads),
         )
-        return optax.tree.cast_like(new, state)
+        return trees.copies(new, like=state)
 
 
 Gamma: TypeAlias = types.ScalarOrSchedule | AdaptiveGamma

@@ -39,7 +39,7 @@ def optimizer(
     """
     rates = {key: settings[key] for key in ("weight_decay", "learning_rate")}
     rates |= {f"{key}_1d": settings.get(f"{key}_1d") for key in rates}
-    rates |= {key: rates[key[:-3]] for key, value in rates.items() if value is None}
+    rates |= {x: rates[x[:-3]] for x in rates if x.endswith("_1d") and rates[x] is None}
     for key, value in rates.items():
         check = checks.learning_rate if "rate" in key else checks.scalar_or_schedule
         check(key, value)
@@ -60,10 +60,13 @@ def optimizer(
     tree_arguments = (in_shard_map.ARGUMENT, *(("prev_grad", "anchor_grad") if hands_over else ()))
 
     def rules_for(tree: Any) -> tuple[dict[str, Any], Any]:
-        """The rules for a tree of these shapes, and which leaf has which."""
-        axes = partition.resolve_axes(numbers, tree, sample.default)
+        """The rules for a tree like the parameters, and which leaf has which."""
+        # By the parameters themselves: rules see them, or their gradients, in at least float32.
+        is_function = jax.tree.leaves(tree) and checks.is_tree_function(numbers, tree)
+        specs = numbers(tree) if is_function else numbers
+        axes = partition.resolve_axes(specs, tree, sample.default)
         if vector_rule is None:
-            rule = make(weight_dimension_numbers=numbers, correction=inner_correction)
+            rule = make(weight_dimension_numbers=specs, correction=inner_correction)
             return {"matrix": rule}, jax.tree.map(lambda a: "matrix", axes)
         labels = jax.tree.map(lambda a: "matrix" if a.is_matrix else "vector", axes)
         own = _part(labels, "matrix", jax.tree.map(lambda a: a.dimension_numbers, axes))
@@ -74,7 +77,7 @@ def optimizer(
         """What follows the directions of a rule at the step after `count` ones."""
         suffix = "" if label == "matrix" else "_1d"
         values = rates[f"learning_rate{suffix}"], rates[f"weight_decay{suffix}"]
-        if isinstance(values[1], int | float) and values[1] == 0:
+        if checks.is_zero(values[1]):
             decays = jax.tree.map(lambda _: False, decays)
         rate, decay = (precision.upcast_scalar(x(count) if callable(x) else x) for x in values)
         return run.Finish(params, -rate, decay, decays)
@@ -93,10 +96,12 @@ def optimizer(
         prev_params = trees.copies(params, params) if hands_over else None
         return _joined(state_type, labels, states, prev_params)
 
-    def advance(step: Any, updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
+    def advance(
+        step: Any, updates: Any, state: Any, params: Any, like: Any, extra_args: Any
+    ) -> Any:
         """The results of `step` with each rule, its state, and its part of the trees."""
         checks.state_type(state, state_type, name)
-        rules, labels = rules_for(updates)
+        rules, labels = rules_for(like)
         parts = {label: _part(labels, label, updates) for label in rules}
         wanted = {}
         for field in _TREES:
@@ -113,7 +118,7 @@ def optimizer(
             extra_args["prev_grad"] = source.evaluate(updates, state, params, extra_args)
             prev_params = source.next_params(state, params, extra_args)
         extra_args[in_shard_map.ARGUMENT] = in_shard_map.specs_of(extra_args, updates)
-        decays = decays_of(updates)
+        decays = decays_of(like)
         results, states = [], {}
         for label, rule in rules.items():
             part = functools.partial(_part, labels, label)
@@ -142,7 +147,7 @@ def optimizer(
 
         # Decay and learning rate, too, are applied in at least float32, and rounded once.
         wide = jax.tree.map(precision.upcast, updates)
-        result, new_state = advance(step, wide, state, params, extra_args)
+        result, new_state = advance(step, wide, state, params, like, extra_args)
         return trees.cast_like(result, like), new_state
 
     def step_fn(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
@@ -152,7 +157,8 @@ def optimizer(
             updates, state = update_fn(updates, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
         checks.gradients(updates, params, "`params`")
-        return advance(lambda rule, *args: rule.step(*args), updates, state, params, {**extra_args})
+        step = lambda rule, *args: rule.step(*args)  # noqa: E731
+        return advance(step, updates, state, params, params, {**extra_args})
 
     result = named.Transformation(init_fn, update_fn)
     if not hands_over:

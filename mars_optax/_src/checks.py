@@ -21,9 +21,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and type(value) is not bool
 
 
+def is_zero(value: Any) -> bool:
+    """Whether it is the number 0."""
+    return _is_number(value) and bool(value == 0)
+
+
 def number(name: str, value: Any, *, or_schedule: bool = False) -> None:
     """A number, an array or, where allowed, a schedule, of any value."""
-    is_schedule = or_schedule and callable(value)
+    is_schedule = or_schedule and callable(value) and not isinstance(value, type)
     if not (is_schedule or _is_number(value) or isinstance(value, _ARRAYS)):
         kinds = "a number, an array or a schedule" if or_schedule else "a number or an array"
         raise TypeError(f"`{name}`: expected {kinds}, got {value!r}. Pass {kinds}.")
@@ -195,7 +200,7 @@ def anchor(updates: Any, extra_args: Mapping[str, Any]) -> None:
 
 
 def same_shapes(name: str, got: Any, like: Any, where: str, advice: str) -> list[Any]:
-    """A tree is like another, which `where` names, in structure and shapes; rows of their leaves."""
+    """A tree is like another, which `where` names, in structure and shapes; rows of leaves."""
     arrays(got, f"`{name}`: leaf")
     rows = _same_leaves(name, got, like, where, advice)
     for path, leaf, other in rows:
@@ -276,7 +281,7 @@ def state_fields(
     """
     for field, updates in wanted.items():
         tree = getattr(state, field)
-        if (updates is None) != (tree is None):
+        if (updates is None) != (tree is None) and field != "inner_state":
             expected, got = ("None", "a tree") if updates is None else ("a tree", "None")
             raise ValueError(
                 f"`state.{field}`: expected {expected} with these settings of `{name}`, got {got}. "
@@ -339,7 +344,7 @@ def _same_leaves(name: str, got: Any, wanted: Any, where: str, advice: str) -> l
 def needs_params(params: Any, name: str, decays: dict[str, Any]) -> None:
     """`update` cannot do without the parameters where some of them decay."""
     for argument, value in decays.items() if params is None else ():
-        if not (_is_number(value) and value == 0):
+        if not is_zero(value):
             raise ValueError(
                 f"`params`: expected the parameters, got None, and `{argument}`={value!r} of "
                 f"`{name}` decays them. Call `update(grads, state, params)`, or set "

@@ -77,5 +77,10 @@ def choose(predicate: Any, tree: Any, other: Any) -> Any:
 
 
 def cast_like(tree: Any, like: Any) -> Any:
-    """`tree` in the dtypes of `like`, whose leaves may be Python numbers."""
-    return jax.tree.map(lambda x, y: x.astype(jnp.result_type(y)), tree, like)
+    """`tree` in the dtypes of `like`; leaves may be Python numbers, or keys, which stay."""
+
+    def on_leaf(x: Any, y: Any) -> jax.Array:
+        is_key = jnp.issubdtype(getattr(y, "dtype", float), jax.dtypes.extended)
+        return x if is_key else jnp.asarray(x).astype(jnp.result_type(y))
+
+    return jax.tree.map(on_leaf, tree, like)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from mars_optax._src.leaf.root import root
 from mars_optax._src.states import State
 from mars_optax._src.transformation import rule
 from mars_optax._src.variants import adamw
+
+# Entries in the bases are damped below so many units of rounding of their root mean square.
+_NOISE: Final = 2**13
 
 
 class ScaleBySoapState(NamedTuple):
@@ -106,6 +109,10 @@ def scale_by_soap(
         nu = optax.tree.update_moment_per_elem_norm(_rotated(seen, *bases), nu, beta2, 2)
         mu_hat = _rotated(mu, *bases) / bias_correction(beta1, step).astype(dtype)
         nu_hat = nu / bias_correction(beta2, step).astype(dtype)
+        if has_basis:
+            # What rounding leaves of a gradient in its own basis is not to be brought to size.
+            noise = _NOISE * jnp.finfo(dtype).eps
+            nu_hat += noise**2 * jnp.mean(nu_hat, axis=(1, 2), keepdims=True)
         direction = _rotated(mu_hat / (root(nu_hat + inside) + outside), *map(_adjoint, bases))
         grams = []
         for gram, y in ((left, x), (right, _adjoint(x))):
