@@ -200,7 +200,7 @@ def anchor(updates: Any, extra_args: Mapping[str, Any]) -> None:
 
 
 def same_shapes(name: str, got: Any, like: Any, where: str, advice: str) -> list[Any]:
-    """A tree is like another, which `where` names, in structure and shapes; rows of leaves."""
+    """A tree has the structure and shapes of `like`, named `where`; paths and both leaves."""
     arrays(got, f"`{name}`: leaf")
     rows = _same_leaves(name, got, like, where, advice)
     for path, leaf, other in rows:

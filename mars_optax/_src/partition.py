@@ -275,7 +275,7 @@ def dimension_numbers_by_path(
         is_pair = isinstance(rule, tuple | list) and len(rule) == 2 and not _is_spec(rule)
         if not is_pair or not isinstance(rule[0], str) or not _is_spec(rule[1]):
             raise TypeError(
-                "`rules`: expected a list of pairs of a regular expression and a "
+                "`rules`: expected a sequence of pairs of a regular expression and a "
                 f"`MuonDimensionNumbers` or None, got {rule!r}. Pass for example [('embed', None)]."
             )
         try:

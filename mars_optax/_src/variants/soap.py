@@ -273,8 +273,10 @@ def scale_by_mars_soap(
     As in the reference code the first step only finds the bases, by an eigendecomposition of
     :math:`L_1` and :math:`R_1`; its direction, :math:`m_1` and :math:`v_1` are 0. In its own
     eigenbasis the first gradient is diagonal, and Adam would bring what rounding leaves beside that
-    to the size of the rest. Until enough gradients have come, eigenvectors of 0 are arbitrary, and
-    with them the directions: those of two devices or programs may differ.
+    to the size of the rest. Should the same gradient come again, entries below a thousandth of
+    their root mean square (in float32; 2e-12 in float64) are damped. Until enough gradients have
+    come, eigenvectors of 0 are arbitrary, and with them the directions: those of two devices or
+    programs may differ.
 
     Args:
       weight_dimension_numbers: ... None: every leaf is a matrix (in, out) of rank 2.
