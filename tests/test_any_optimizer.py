@@ -1,6 +1,7 @@
 """The links in front of optimizers of Optax: MARS for whatever comes next."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +140,24 @@ class VarianceReducedTest(parameterized.TestCase):
             kept, wanted = getattr(state.inner_state, field), getattr(its, field)
             for name in SHAPES if optimize_1d else ("kernel", "square"):
                 np.testing.assert_allclose(kept[name], wanted[name], rtol=1e-5, atol=1e-7)
+
+    def test_a_state_may_have_keys_and_numbers_and_be_none(self):
+        """Eagerly, too: a key has no `astype`, and neither has a number."""
+        params = {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}
+        noise = mars_optax.variance_reduced(optax.add_noise(0.1, 0.5, jax.random.key(0)), 0.1)
+        state = noise.init(params)
+        eager, _ = noise.update(params, state, params)
+        jitted, _ = jax.jit(noise.update)(params, state, params)
+        trees.assert_close(jitted, eager, rtol=1e-6, atol=1e-6)
+
+        def inner(zero: Any, one: Any) -> optax.GradientTransformation:
+            return optax.GradientTransformation(lambda p: zero, lambda u, s, p=None: (u, one))
+
+        for before, after in (({"n": jnp.zeros(())}, {"n": 1.0}), (None, None)):
+            tx = mars_optax.variance_reduced(inner(before, after), 0.1)
+            state = tx.init(params)
+            _, new_state = tx.update(params, state, params)
+            trees.assert_same_types(new_state, state)
 
     def test_a_preconditioner_gets_matrices_in_float32_parameters_and_extra_arguments(self):
         seen = []

@@ -99,6 +99,18 @@ class Layout(NamedTuple):
         """What a device has of it."""
         return mesh.part(x, self.dims, self.names)
 
+    def stack(self, x: Any) -> jax.Array:
+        """The leaf as a stack of whole matrices."""
+        return self.axes.to_stack(mesh.whole(self.whole(jnp.asarray(x))))
+
+    def leaf(self, stack: jax.Array, like: jax.Array) -> jax.Array:
+        """A device's part of a leaf, which lies as another does, from a stack of its matrices."""
+        whole = self.axes.from_stack(stack, self.whole(like).shape)
+        x = mesh.laid_out(self.part(whole), like)
+        # On automatic axes the operand that is never chosen says where the result is to lie.
+        like = like if jnp.iscomplexobj(x) else jnp.real(like)
+        return jnp.where(jnp.zeros_like(like, dtype=bool), like.astype(x.dtype), x)
+
 
 def layouts(tree: Any, axes: Any, extra_args: Mapping[str, Any], what: str) -> list[Layout]:
     """The layout of each leaf; inside a shard_map a device may hold parts of matrices."""

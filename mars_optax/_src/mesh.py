@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 spec = PartitionSpec
@@ -97,6 +98,15 @@ def part(x: jax.Array, dims: Sequence[int], over: Sequence[Sequence[str]]) -> ja
             start = jax.lax.axis_index(tuple(axes)) * size
             x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=dim)
     return x
+
+
+def invariant(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x`, equal on devices over which `like` does not vary, with that in its type.
+
+    In a shard_map the type of what was gathered does not say that it is equal on all devices.
+    """
+    names = tuple(sorted(varying(x) - varying(like)))
+    return jax.lax.psum(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names) if names else x
 
 
 def opaque(fn: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:

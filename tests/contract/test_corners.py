@@ -96,5 +96,75 @@ class IntegersTest(absltest.TestCase):
             np.testing.assert_array_equal(leaf, expected)
 
 
+class OwnDtypesTest(parameterized.TestCase):
+    """Rules see float32; masks and axes are asked of the parameters as they are."""
+
+    params = {"half": jnp.ones((4, 3), jnp.bfloat16), "single": jnp.ones((4, 3))}
+
+    def _is_half(self, tree):
+        return jax.tree.map(lambda x: x.dtype == jnp.bfloat16, tree)
+
+    @parameterized.parameters("mars", "mars_lion", "mars_m", "mars_soap", "storm_adamw")
+    def test_a_mask_by_dtype(self, name):
+        grads = jax.tree.map(jnp.zeros_like, self.params)
+        tx = getattr(mars_optax, name)(0.1, weight_decay=0.5, mask=self._is_half)
+        updates, _ = tx.update(grads, tx.init(self.params), self.params, grad_fn=lambda p: grads)
+        adamw = optax.adamw(0.1, weight_decay=0.5, mask=self._is_half)
+        expected, _ = adamw.update(grads, adamw.init(self.params), self.params)
+        for key in self.params:
+            np.testing.assert_array_equal(updates[key], expected[key])
+
+    @parameterized.product(
+        name=["mars", "mars_lion", "mars_shampoo", "mars_soap"], optimize_1d=[False, True]
+    )
+    def test_axes_by_dtype(self, name, optimize_1d):
+        if optimize_1d and name == "mars_soap":
+            return
+
+        def numbers(tree):
+            axes = optax.contrib.MuonDimensionNumbers()
+            return jax.tree.map(lambda half: axes if half else None, self._is_half(tree))
+
+        options = {"optimize_1d": True} if optimize_1d else {}
+        tx = getattr(mars_optax, name)(0.1, weight_dimension_numbers=numbers, **options)
+        state = tx.init(self.params)
+        _, new_state = tx.update(self.params, state, self.params)
+        self.assertEqual(jax.tree.structure(new_state), jax.tree.structure(state))
+
+
+class NumbersTest(parameterized.TestCase):
+    @parameterized.parameters("learning_rate", "weight_decay")
+    def test_none_is_no_rate(self, name):
+        with self.assertRaisesRegex(TypeError, f"`{name}`: expected a number.*got None"):
+            mars_optax.mars_m(**{"learning_rate": 0.1, name: None})
+
+    @parameterized.parameters(0, 0.0, np.float32(0), np.int64(0))
+    def test_no_decay_needs_no_parameters(self, zero):
+        grads = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+        tx = mars_optax.mars(0.1, weight_decay=zero, weight_decay_1d=zero)
+        updates, _ = tx.update(grads, tx.init(grads))
+        self.assertEqual(updates["bias"].shape, (2,))
+
+    def test_a_class_is_no_schedule(self):
+        with self.assertRaisesRegex(TypeError, "`gamma`: expected a number, .*class"):
+            mars_optax.mars(0.1, gamma=mars_optax.AdaptiveGamma)
+
+    def test_bounds_of_gamma_that_are_no_numbers(self):
+        with self.assertRaisesRegex(ValueError, "`low`: expected a number up to `high`"):
+            mars_optax.AdaptiveGamma(low=float("nan"))
+        bounds = jax.jit(lambda low: mars_optax.AdaptiveGamma(low=low).low)
+        self.assertEqual(bounds(0.5), 0.5)
+
+    def test_gamma_goes_on_after_a_gradient_beyond_the_range_of_its_buffers(self):
+        params, rule = jnp.zeros((2, 2), jnp.float16), mars_optax.AdaptiveGamma(decay=0.5)
+        tx = mars_optax.mars(0.1, gamma=rule)
+        state = tx.init(params)
+        for step in range(40):
+            grads = jnp.full((2, 2), 1.0 + 0.01 * step)
+            grads = grads.at[0, 0].set(70000.0) if step == 3 else grads
+            _, state = tx.update(grads, state, params)
+        self.assertTrue(all(bool(jnp.isfinite(x).all()) for x in state.gamma_state))
+
+
 if __name__ == "__main__":
     absltest.main()

@@ -287,6 +287,25 @@ class SymmetryTest(parameterized.TestCase):
                 np.testing.assert_allclose(transposed, direction.T, rtol=1e-8, atol=1e-8)
 
 
+class RoundingTest(parameterized.TestCase):
+    @parameterized.parameters("approx", "sarah", "svrg")
+    def test_a_gradient_that_comes_again_is_not_rounding_brought_to_size(self, correction):
+        """The first step moves nothing, so that these estimators are the first gradient again."""
+        rng = np.random.default_rng(0)
+        grad, noise = (rng.standard_normal((64, 24)).astype(np.float32) for _ in range(2))
+        directions = []
+        for change in (0.0, 1e-7):
+            tx = mars_optax.scale_by_mars_soap(correction=correction, one_sided=True)
+            state = tx.init(grad)
+            for _ in range(2):
+                first = grad * (1 + change * noise)
+                direction, state = tx.update(first, state, grad, grad_fn=lambda _, g=first: g)
+            directions.append(direction)
+        # One over the singular values on one side: rows of the size of Adam's steps.
+        size = np.linalg.norm(directions[0])
+        self.assertLess(np.linalg.norm(directions[0] - directions[1]), 0.01 * size)
+
+
 class ExecutionTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -440,7 +459,8 @@ class FirstStepTest(absltest.TestCase):
         # The second step is Adam's first: of any gradient, the signs in the bases.
         direction, _ = tx.update(jnp.ones((4, 4)) + grads @ grads, state)
         signs = state.left_basis[0].T @ direction @ state.right_basis[0]
-        np.testing.assert_allclose(jnp.abs(signs), 1.0, atol=1e-5)
+        # Small entries are damped by up to a thousandth of the root mean square, squared.
+        np.testing.assert_allclose(jnp.abs(signs), 1.0, atol=2e-4)
 
 
 class StateTest(absltest.TestCase):

@@ -233,9 +233,6 @@ def mars(
       ...     params = optax.apply_updates(params, updates)
       ...     print(f"{value:.3f}", end=" ")
       4.000 2.723 1.692 0.907 0.367 0.068
-
-    References:
-      Those of :func:`scale_by_mars`.
     """
     settings = locals()
     return assembly.optimizer("mars", scale_by_mars, settings, MarsState, for_vectors(settings))

@@ -69,7 +69,7 @@ def scale_by_soap(
     partition.check_spec(weight_dimension_numbers)
     axes_of = functools.partial(partition.resolve_axes, weight_dimension_numbers)
 
-    def length(fans: tuple[int, int], side: int) -> int:
+    def length(fans: tuple[int, ...], side: int) -> int:
         """That of a side of matrices, or 0 if it is not preconditioned."""
         is_left_out = one_sided and side != (fans[0] > fans[1])
         return 0 if is_left_out or fans[side] > max_precond_dim else fans[side]
@@ -118,7 +118,7 @@ def scale_by_soap(
         for gram, y in ((left, x), (right, _adjoint(x))):
             if gram.size:
                 average = gram_beta * gram + (1 - gram_beta) * _matmul(y, _adjoint(y))
-                gram = _invariant(average, gram)
+                gram = mesh.invariant(average, gram)
             grams.append(gram)
         return jnp.where(is_skipped, 0, direction), mu, nu, *grams, *bases
 
@@ -127,10 +127,8 @@ def scale_by_soap(
         checks.gradients(updates, state.mu, "`state.mu`")
         checks.state_fields(state, {"nu": updates}, "scale_by_soap")
         layouts = in_shard_map.layouts(updates, axes_of(updates), extra_args, "SOAP")
-        stacks = [
-            [layout.axes.to_stack(mesh.whole(layout.whole(jnp.asarray(x)))) for x in row]
-            for layout, row in zip(layouts, trees.rows((updates, state.mu, state.nu)), strict=True)
-        ]
+        three = trees.rows((updates, state.mu, state.nu))
+        stacks = [list(map(y.stack, row)) for y, row in zip(layouts, three, strict=True)]
         where, advice = "these settings", "Pass the state that `init` made with these settings."
         sides = [[length(x.shape[1:], side) for side in (0, 1, 0, 1)] for x, *_ in stacks]
         for i, field in enumerate(state._fields[3:]):
@@ -151,7 +149,7 @@ def scale_by_soap(
             layouts, table, rows, changed, sides, strict=True
         ):
             pairs = zip((*row[:2], nu), old, strict=False)
-            direction, *moments = (_leaf(layout, *pair) for pair in pairs)
+            direction, *moments = (layout.leaf(*pair) for pair in pairs)
             kept_sides = [x if k else y for x, y, k in zip(matrices, old[3:], n, strict=True)]
             kept = zip((*moments, *kept_sides), old[1:], strict=True)
             results.append((direction, *(x.astype(y.dtype) for x, y in kept)))
@@ -159,24 +157,6 @@ def scale_by_soap(
         return direction, ScaleBySoapState(optax.safe_increment(state.count), *fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _leaf(layout: in_shard_map.Layout, stack: jax.Array, like: jax.Array) -> jax.Array:
-    """A device's part of a leaf, like another, from a stack of its matrices."""
-    whole = layout.axes.from_stack(stack, layout.whole(like).shape)
-    x = mesh.laid_out(layout.part(whole), like)
-    # On automatic axes the operand that is never chosen says where the result is to lie.
-    like = like if jnp.iscomplexobj(x) else jnp.real(like)
-    return jnp.where(jnp.zeros_like(like, dtype=bool), like.astype(x.dtype), x)
-
-
-def _invariant(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x`, equal on devices over which `like` does not vary, with that in its type.
-
-    In a shard_map the type of what was gathered does not say that it is equal on all devices.
-    """
-    names = tuple(sorted(mesh.varying(x) - mesh.varying(like)))
-    return jax.lax.psum(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names) if names else x
 
 
 def _adjoint(x: jax.Array) -> jax.Array:
