@@ -16,6 +16,7 @@ URLS = {
     },
     "optax.MaskedNode": f"{_OPTAX}/optimizer_wrappers.html",
     "optax.apply_updates": f"{_OPTAX}/apply_updates.html#optax.apply_updates",
+    "optax.contrib.muon": f"{_OPTAX}/contrib.html",
     "optax.contrib.MuonDimensionNumbers": f"{_OPTAX}/contrib.html",
     # Where it is defined: so a dataclass's fields, whose types Sphinx reads off, call it.
     "optax.contrib._muon.MuonDimensionNumbers": f"{_OPTAX}/contrib.html",
