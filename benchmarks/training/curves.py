@@ -33,6 +33,8 @@ _NAMES = {
     "mars_lion": "MARS-Lion",
     "mars_shampoo": "MARS-Shampoo",
     "mars_m": "MARS-M",
+    "mars_m_rows": "MARS-M, rows normalized",
+    "mars_soap": "MARS-SOAP",
     "corrected_muon": "corrected Muon",
     "storm_adamw": "STORM",
 }
@@ -47,6 +49,8 @@ _COLORS = {
     "mars_lion": "#a3548f",
     "mars_shampoo": "#3f7d1e",
     "mars_m": "#7a2fb5",
+    "mars_m_rows": "#5b2c8a",
+    "mars_soap": "#6b5b00",
     "corrected_muon": "#00607a",
     "storm_adamw": "#a0522d",
 }

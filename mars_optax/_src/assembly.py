@@ -52,7 +52,9 @@ def optimizer(
     make = functools.partial(matrix_rule, **accepted(matrix_rule, settings))
     # Wrong arguments of the rules fail here, not at `init`.
     sample = make(weight_dimension_numbers=None)
-    source, has_momentum = sample.estimator, getattr(sample.kept, "mu", False)
+    # Where captured functions are made anew, as by Equinox, attributes are lost.
+    source, default = sample.estimator, sample.default
+    has_momentum = getattr(sample.kept, "mu", False)
     # `grad_fn` wants all parameters: where no single rule sees them, the optimizer keeps them.
     hands_over = vector_rule is not None and source.evaluates
     inner_correction = HandedOver(correction) if hands_over else correction
@@ -64,7 +66,7 @@ def optimizer(
         # By the parameters themselves: rules see them, or their gradients, in at least float32.
         is_function = jax.tree.leaves(tree) and checks.is_tree_function(numbers, tree)
         specs = numbers(tree) if is_function else numbers
-        axes = partition.resolve_axes(specs, tree, sample.default)
+        axes = partition.resolve_axes(specs, tree, default)
         if vector_rule is None:
             rule = make(weight_dimension_numbers=specs, correction=inner_correction)
             return {"matrix": rule}, jax.tree.map(lambda a: "matrix", axes)

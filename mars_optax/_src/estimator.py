@@ -68,8 +68,7 @@ class Estimate:
         """
         if self.next_gamma is None:
             return momentum
-        zeros = jnp.zeros_like(grad)
-        return momentum + correction.corrected_gradient(zeros, grad, next_gamma)
+        return momentum + correction.corrected_gradient(jnp.zeros_like(grad), grad, next_gamma)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,8 +289,7 @@ class Estimator:
             return jax.tree.unflatten(jax.tree.structure(x), summed)
 
         b1 = precision.upcast_scalar(self.b1)
-        gammas = self.gamma.gammas(old)
-        k = jax.tree.map(lambda gamma: correction.correction_coefficient(gamma, b1), gammas)
+        k = jax.tree.map(lambda x: correction.correction_coefficient(x, b1), self.gamma.gammas(old))
         return k, prev_grad, self.gamma.advance(old, updates, prev_grad, unseen, b1, inner)
 
 

@@ -99,7 +99,9 @@ class IntegersTest(absltest.TestCase):
 class OwnDtypesTest(parameterized.TestCase):
     """Rules see float32; masks and axes are asked of the parameters as they are."""
 
-    params = {"half": jnp.ones((4, 3), jnp.bfloat16), "single": jnp.ones((4, 3))}
+    def setUp(self):
+        super().setUp()
+        self.params = {"half": jnp.ones((4, 3), jnp.bfloat16), "single": jnp.ones((4, 3))}
 
     def _is_half(self, tree):
         return jax.tree.map(lambda x: x.dtype == jnp.bfloat16, tree)

@@ -225,8 +225,8 @@ _LEAF: Final = (
     Mutant(
         "free_sign",
         "estimator.py",
-        "return momentum + correction.corrected_gradient(zeros, grad, next_gamma)",
-        "return momentum - correction.corrected_gradient(zeros, grad, next_gamma)",
+        "return momentum + correction.corrected_gradient(jnp.zeros_like(grad), grad, next_gamma)",
+        "return momentum - correction.corrected_gradient(jnp.zeros_like(grad), grad, next_gamma)",
         "the memory-free buffer has gamma g with the wrong sign",
         (FREE + "0",),
     ),

@@ -26,12 +26,15 @@ mars_optax.mars_lion(0.1, b2=0.99)  # E: call-arg
 mars_optax.mars_shampoo(0.1, ns_steps="five")  # E: arg-type
 mars_optax.mars_m(0.1, ns_coeffs=5)  # E: arg-type
 mars_optax.mars_m(0.1, amsgrad=True)  # E: call-arg
+mars_optax.mars_soap(0.1, precondition_frequency="10")  # E: arg-type
+mars_optax.variance_reduced(0.1, 0.1)  # E: arg-type
 mars_optax.storm_adamw(0.1, correction="approx")  # E: call-arg
 mars_optax.scale_by_mars(learning_rate=0.1)  # E: call-arg
 mars_optax.scale_by_mars_lion(b2=0.99)  # E: call-arg
 mars_optax.scale_by_mars_shampoo(ns_precision=32.0)  # E: arg-type
 mars_optax.scale_by_mars_m(keep_prev_grad=None)  # E: arg-type
-mars_optax.correct_gradients(correction="none")  # E: arg-type
+mars_optax.scale_by_mars_soap(keep_prev_grad=True)  # E: call-arg
+mars_optax.correct_gradients(correction="previous")  # E: arg-type
 mars_optax.clip_by_leaf_norm(weight_dimension_number=None)  # E: call-arg
 mars_optax.cautious(0.1)  # E: arg-type
 mars_optax.cautious(mars_optax.scale_by_mars(), rescale="median")  # E: arg-type
@@ -44,7 +47,7 @@ mars_optax.stochastic_apply_updates(params, grads, 0)  # E: arg-type
 mars_optax.describe(params)  # E: call-arg
 mars_optax.fused_step(mars_optax.mars(0.1), grads)  # E: call-arg
 mars_optax.adamw(0.1)  # E: attr-defined
-mars_optax.ScaleByMarsState(jnp.zeros([], jnp.int32))  # E: call-arg
+mars_optax.ScaleByMarsState()  # E: call-arg
 
 state_bytes: str = mars_optax.describe(params, mars_optax.mars(0.1)).state_bytes  # E: assignment
 norm: float = mars_optax.diagnose(grads, optax.EmptyState())["norm"]  # E: assignment

@@ -51,6 +51,9 @@ optimizers: list[optax.GradientTransformationExtraArgs] = [
     mars_optax.mars_shampoo(schedule, first_step="no_correction", ns_steps=3),
     mars_optax.mars_m(schedule, ns_coeffs="polar_express", ns_dtype="float32"),
     mars_optax.mars_m(0.1, ns_coeffs=(3.4445, -4.775, 2.0315), ns_precision="highest"),
+    mars_optax.mars_m(0.1, row_b2=0.95, gamma=mars_optax.AdaptiveGamma(decay=0.9)),
+    mars_optax.mars_soap(schedule, precondition_frequency=2, one_sided=True),
+    mars_optax.variance_reduced(optax.scale_by_rms(), schedule, mask=decays),
     optax.chain(
         optax.clip_by_global_norm(1.0),
         mars_optax.ignore_absent_gradients(
@@ -63,6 +66,7 @@ optimizers: list[optax.GradientTransformationExtraArgs] = [
     optax.chain(mars_optax.scale_by_mars_lion(correction="none"), optax.scale(-0.1)),
     optax.masked(mars_optax.scale_by_mars_shampoo(), {"kernel": True, "bias": False}),
     optax.masked(mars_optax.scale_by_mars_m(ns_steps=3), lambda p: {"kernel": True, "bias": False}),
+    optax.masked(mars_optax.scale_by_mars_soap(), {"kernel": True, "bias": False}),
 ]
 
 for tx in optimizers:
@@ -107,10 +111,16 @@ States = (
     mars_optax.MarsLionState,
     mars_optax.MarsShampooState,
     mars_optax.MarsMState,
+    mars_optax.MarsSoapState,
+    mars_optax.StormAdamwState,
+    mars_optax.VarianceReducedState,
+    mars_optax.AdaptiveGammaState,
     mars_optax.ScaleByMarsState,
     mars_optax.ScaleByMarsLionState,
     mars_optax.ScaleByMarsMState,
     mars_optax.ScaleByMarsShampooState,
+    mars_optax.ScaleByMarsSoapState,
+    mars_optax.ScaleBySoapState,
     mars_optax.CorrectGradientsState,
 )
 assert isinstance(state, States)
