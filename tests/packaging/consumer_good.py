@@ -114,7 +114,6 @@ States = (
     mars_optax.MarsSoapState,
     mars_optax.StormAdamwState,
     mars_optax.VarianceReducedState,
-    mars_optax.AdaptiveGammaState,
     mars_optax.ScaleByMarsState,
     mars_optax.ScaleByMarsLionState,
     mars_optax.ScaleByMarsMState,
@@ -125,3 +124,4 @@ States = (
 )
 assert isinstance(state, States)
 count: jax.Array = state.count
+gamma_state: type[mars_optax.AdaptiveGammaState] = mars_optax.AdaptiveGammaState
