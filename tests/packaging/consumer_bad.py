@@ -14,9 +14,9 @@ mars_optax.mars(0.1, betas=(0.9, 0.99))  # E: call-arg
 mars_optax.mars(0.1, lr_1d=0.1)  # E: call-arg
 mars_optax.mars("fast")  # E: arg-type
 mars_optax.mars(0.1, gamma=None)  # E: arg-type
-mars_optax.mars(0.1, gamma=lambda: 0.1)  # E: arg-type,misc
+mars_optax.mars(0.1, gamma=lambda: 0.1)  # E: arg-type
 mars_optax.mars(0.1, max_norm="one")  # E: arg-type
-mars_optax.mars(0.1, correction="storm")  # E: arg-type
+mars_optax.mars(0.1, correction="svgr")  # E: arg-type
 mars_optax.mars(0.1, first_step="zero")  # E: arg-type
 mars_optax.mars(0.1, second_moment="clipped")  # E: arg-type
 mars_optax.mars(0.1, implementation="triton")  # E: arg-type
