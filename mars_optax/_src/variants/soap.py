@@ -20,6 +20,7 @@ from mars_optax._src.variants import adamw
 
 # Entries in the bases are damped below so many units of rounding of their root mean square.
 _NOISE: Final = 2**13
+_ABSENT: Final[Any] = np.zeros((0, 0, 0), np.float32)
 
 
 class ScaleBySoapState(NamedTuple):
@@ -141,7 +142,7 @@ def scale_by_soap(
         table = trees.rows((updates, *state[1:]))
         rows = []
         for mine, (_, _, _, *matrices), n in zip(stacks, table, sides, strict=True):
-            present = (x[:, :k, :k] for x, k in zip(matrices, n, strict=True))
+            present = (x if k else _ABSENT for x, k in zip(matrices, n, strict=True))
             rows.append(advance(state.count, *mine, *present))
         changed = _changed([row[2:] for row in rows], state.count, precondition_frequency)
         results = []
