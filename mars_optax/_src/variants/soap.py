@@ -164,8 +164,7 @@ def _adjoint(x: jax.Array) -> jax.Array:
     return jnp.conj(jnp.swapaxes(x, 1, 2))
 
 
-# The default of some devices has three digits: what it leaves of large directions in small ones
-# Adam would bring to size.
+# The default of some devices has three digits, and Adam would bring what that leaves to size.
 _matmul = functools.partial(jnp.matmul, precision="highest")
 
 
