@@ -21,7 +21,7 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
     # Of a rule: (updates, state, finish, extra_args) -> (new parameters, new state), with what
     # follows the directions as `finish`; which leaves are matrices if none are declared; its state
-    # with True for each field that the settings keep.
+    # with True for each field that the settings keep; its estimator.
     step: Callable[..., tuple[Any, Any]] | None = None
     default: Any = None
     kept: Any = None

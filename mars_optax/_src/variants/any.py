@@ -44,7 +44,7 @@ def variance_reduced(
 
     For matrices :math:`x_{t+1} = x_t - \eta_t (\mathrm{inner}(\tilde c_t) + \lambda x_t)` with the
     corrected and clipped gradient :math:`\tilde c_t` of :func:`scale_by_mars`, all other leaves by
-    AdamW with the values `*_1d`. So ``inner=optax.scale_by_adam(b1, b2)`` gives :func:`mars`.
+    AdamW with the values `*_1d`. At equal values ``inner=optax.scale_by_adam(b1, b2)`` is `mars`.
 
     Args:
       inner: An Optax transformation that makes directions of gradients and does not change their
