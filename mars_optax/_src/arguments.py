@@ -13,7 +13,7 @@ Args:
     With 0 an entry whose gradients have all been 0 becomes NaN, as in :func:`optax.scale_by_adam`.
   eps_root: :math:`\varepsilon_\mathrm{root}` >= 0, added to the second moment inside the root,
     after the bias correction, as in :func:`optax.adamw`. Derivatives through steps are finite at 0,
-    too (that of the root of 0 is taken for 0), if `prev_grad_dtype` has at least 16 bits.
+    too (that of the root of 0 is taken for 0). They take an 8-bit `prev_grad` for a constant.
   gamma: Scale :math:`\gamma_t` of the correction: a number (may be negative); a schedule of the
     step count, which starts at 0; or, for ``"approx"`` and ``"exact"``, an :class:`AdaptiveGamma`,
     a rule for each matrix. Under ``"storm"`` the weight of the fresh gradient, usually in (0, 1].

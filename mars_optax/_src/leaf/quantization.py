@@ -23,11 +23,12 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
     The largest entry of a row becomes the largest number of `dtype`. A row of zeros has scale 1,
     one that is not finite becomes NaN. Dtypes of more than 8 bits, as complex ones, have scale 1.
+    Derivatives take 8 bits for constants: theirs would have 8 bits, too, and vanish.
     """
     shape = scale_shape(x.shape)
     if not is_scaled(dtype):
         return x.astype(dtype), jnp.ones(shape, jnp.float32)
-    wide = precision.upcast(x)
+    wide = jax.lax.stop_gradient(precision.upcast(x))
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True, initial=0) if x.ndim else abs(wide)
     scale = (largest / float(jnp.finfo(dtype).max)).astype(jnp.float32)
     scale = jnp.where(scale == 0, precision.beside(1, scale), scale)
