@@ -1,16 +1,25 @@
-"""PyTorch's optimizers and timm's, where they are installed, on the same shapes."""
+"""PyTorch's optimizers, timm's and pytorch_optimizer's, where they are installed, on our shapes."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks import gpt2_shapes
 from benchmarks.steps import floors, timing
 
-NAMES = ("torch_adamw_fused", "torch_adamw_foreach", "timm_mars")
+# The package of each.
+_PACKAGES = {
+    "torch_adamw_fused": "torch",
+    "torch_adamw_foreach": "torch",
+    "timm_mars": "timm",
+    "pytorch_optimizer_soap": "pytorch_optimizer",
+}
+NAMES = tuple(_PACKAGES)
 
 
 class _State(NamedTuple):
@@ -37,9 +46,9 @@ def absent(name: str, backend: str) -> str | None:
       name: one of `NAMES`.
       backend: JAX's default backend: PyTorch has to see the same kind of device.
     """
-    package = "timm" if name.startswith("timm") else "torch"
-    if not _installed("torch") or not _installed(package):
-        return f"{package if _installed('torch') else 'torch'} is not installed"
+    for package in ("torch", _PACKAGES[name]):
+        if not _installed(package):
+            return f"{package} is not installed"
     if backend == "gpu":
         if not importlib.import_module("torch").cuda.is_available():
             return "torch has no CUDA device"
@@ -51,16 +60,23 @@ def absent(name: str, backend: str) -> str | None:
 def versions() -> dict[str, str]:
     """Returns the versions of those that are installed."""
     return {
-        name: str(importlib.import_module(name).__version__)
-        for name in ("torch", "timm")
+        name: importlib.metadata.version(name)
+        for name in dict.fromkeys(_PACKAGES.values())
         if _installed(name)
     }
 
 
-def _optimizer(name: str, tensors: list[Any]) -> Any:
+def _optimizer(name: str, tensors: Sequence[Any], is_matrix: Sequence[bool]) -> Any:
     settings: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
     if name == "timm_mars":
         return importlib.import_module("timm.optim").Mars(tensors, **settings)
+    if name == "pytorch_optimizer_soap":
+        # Adam for what ours leaves to AdamW: no side of the others is short enough.
+        pairs = list(zip(tensors, is_matrix, strict=True))
+        matrices = {"params": [tensor for tensor, flag in pairs if flag]}
+        others = {"params": [tensor for tensor, flag in pairs if not flag]}
+        groups = [matrices, others | {"max_precondition_dim": 1}]
+        return importlib.import_module("pytorch_optimizer").SOAP(groups, **settings)
     adamw = importlib.import_module("torch").optim.AdamW
     return adamw(tensors, **{name.removeprefix("torch_adamw_"): True}, **settings)
 
@@ -70,7 +86,7 @@ def step_bytes(name: str, params: Any) -> int:
 
     Args:
       name: one of `NAMES`. timm's Mars is counted as MARS-AdamW with a clip for leaves of rank >= 2
-        and AdamW for the others, as it computes.
+        and AdamW for the others, as it computes; SOAP as Adam, without its covariances and bases.
       params: tree of parameters, concrete or abstract.
     """
     mars = name == "timm_mars"
@@ -122,7 +138,9 @@ def measure(
         tensor = torch.nn.Parameter(torch.tensor(param, device=device))
         tensor.grad = torch.tensor(grad, device=device)
         tensors.append(tensor)
-    optimizer = _optimizer(name, tensors)
+    numbers = gpt2_shapes.dimension_numbers(params, embeddings=False)
+    is_matrix = jax.tree.leaves(jax.tree.map(lambda _, its: its is not None, params, numbers))
+    optimizer = _optimizer(name, tensors, is_matrix)
     timed = _timer(torch, device)
     # The first steps make the state, and the caching allocator's blocks.
     timed(optimizer.step, 3)

@@ -76,6 +76,7 @@ class FloorsTest(parameterized.TestCase):
         params = {"kernel": jnp.zeros((10, 6)), "bias": jnp.zeros(6)}
         self.assertEqual(torch_peers.step_bytes("torch_adamw_fused", params), 66 * 28)
         self.assertEqual(torch_peers.step_bytes("timm_mars", params), 60 * 40 + 6 * 28)
+        self.assertEqual(torch_peers.step_bytes("pytorch_optimizer_soap", params), 66 * 28)
 
     def test_previous_gradients_are_found_in_wrappers_and_not_by_a_parameters_name(self):
         params = {"prev_grad": jnp.zeros((3, 2)), "other": jnp.zeros(2)}
