@@ -445,6 +445,14 @@ _LEAF: Final = (
         (MARS_0,),
     ),
     Mutant(
+        "eight_bit_tangents",
+        "leaf/quantization.py",
+        "wide = jax.lax.stop_gradient(precision.upcast(x))",
+        "wide = precision.upcast(x)",
+        "derivatives pass through the scales of an 8-bit previous gradient",
+        (LOW + "::ScaleTest",),
+    ),
+    Mutant(
         "eight_bits_unused",
         "leaf/quantization.py",
         "scale = (largest / float(jnp.finfo(dtype).max)).astype(jnp.float32)",
@@ -1493,6 +1501,14 @@ _PRECONDITIONERS: Final = (
         "seen, nu, beta2, 2",
         "the second moments of SOAP are of the gradient's own entries",
         (SOAP_SQUARE,),
+    ),
+    Mutant(
+        "soap_not_damped",
+        "variants/soap.py",
+        "nu_hat += noise**2 * jnp.mean(nu_hat, axis=(1, 2), keepdims=True)",
+        "pass",
+        "SOAP brings rounding errors to full size",
+        (SOAP + "RoundingTest",),
     ),
     Mutant(
         "soap_longer_side",
