@@ -362,6 +362,11 @@ ABLATIONS: Mapping[str, Sequence[Sequence[str]]] = {
         list(_MEMORY_FREE),
     ],
     "betas": [[], ["b2=0.99"], ["b1=0.95", "b2=0.99"]],
+    "iterations": [
+        [f"ns_coeffs={preset}", f"ns_steps={steps}"]
+        for preset in ("quintic", "polar_express")
+        for steps in (3, 4, 5)
+    ],
     "matrices": [["matrices=hidden"], ["matrices=all"]],
     "convolutions": [["matrices=dense"], ["matrices=hidden"], ["matrices=all"]],
 }
@@ -427,7 +432,7 @@ def table(name: str) -> list[str]:
             "Write it like --table=mars/gamma."
         )
     varied = {text.partition("=")[0] for row in ABLATIONS[ablation] for text in row}
-    settings = OPTIMIZERS[base].settings
+    settings = OPTIMIZERS[base].every_setting()
     if not varied <= set(settings):
         raise ValueError(
             f"Expected a table of settings that {base} has, {', '.join(settings)}, as --table, got "
@@ -461,9 +466,10 @@ def _value(text: str, default: Any, *, meaning: str) -> Any:
             if default is None:
                 return text
             number = math.nan
-        if math.isfinite(number):
-            return number
-        kind = "a finite number or 'none'"
+        is_whole = isinstance(default, int)
+        if number.is_integer() if is_whole else math.isfinite(number):
+            return int(number) if is_whole else number
+        kind = f"a {'whole' if is_whole else 'finite'} number or 'none'"
     raise ValueError(
         f"Expected {kind} for {meaning}, got {text!r}. Write it like 'mars:gamma=0.05' in "
         "--optimizers."
@@ -493,7 +499,8 @@ def parse_optimizer(text: str, domain: Domain = LANGUAGE) -> Optimizer:
     settings = dict(optimizer.settings)
     settings |= {key: value for key, value in domain.settings.items() if key in settings}
     settings |= domain.settings_of.get(name, {})
-    defaults = dict(settings)
+    # Whatever else its factory takes can be set, too.
+    defaults = {**optimizer.every_setting(), **settings}
     keys = [override.partition("=")[0] for override in overrides]
     if len(set(keys)) < len(keys):
         raise ValueError(
@@ -501,9 +508,9 @@ def parse_optimizer(text: str, domain: Domain = LANGUAGE) -> Optimizer:
         )
     for override in overrides:
         key, _, value = override.partition("=")
-        if key not in settings:
+        if key not in defaults:
             raise ValueError(
-                f"Expected a setting of {name} out of {', '.join(settings)}, got {key!r} in "
+                f"Expected a setting of {name} out of {', '.join(defaults)}, got {key!r} in "
                 f"{text!r}. Learning rates go to --learning_rates."
             )
         if (key, value) == ("gamma", ADAPTIVE):

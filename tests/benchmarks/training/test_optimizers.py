@@ -188,6 +188,14 @@ class ParseTest(parameterized.TestCase):
         whole = optimizers.parse_optimizer("mars:global_clip=none").clip(grads)
         self.assertEqual(float(optax.tree.norm(whole)), 6.0)
 
+    def test_what_the_benchmark_leaves_at_its_default_can_be_set(self):
+        optimizer = optimizers.parse_optimizer("mars_m:ns_steps=3:ns_coeffs=polar_express")
+        own = optimizers.OPTIMIZERS["mars_m"].settings
+        expected = {**own, "ns_steps": 3, "ns_coeffs": "polar_express"}
+        self.assertEqual(optimizer.settings, expected)
+        self.assertIsInstance(optimizer.settings["ns_steps"], int)
+        self.assertLen(optimizers.parse_optimizers(optimizers.table("mars_m/iterations")), 6)
+
     def test_a_setting_reaches_the_optimizer(self):
         first = updates(without_decay("mars") + ":learning_rate_1d=2", 1.0, 1.0)[0]
         self.assertAlmostEqual(np.abs(first["['norm']['scale']"]).max(), 2.0, delta=0.01)
@@ -205,6 +213,7 @@ class ParseTest(parameterized.TestCase):
         ("mars:keep_prev_grad=1", "Expected 'true' or 'false' for keep_prev_grad.*got '1'"),
         ("mars:global_clip=-1", "positive number or 'none' for global_clip.*--optimizers"),
         ("mars:global_clip=0", "in 'mars:global_clip=0', got 0.0"),
+        ("mars_m:ns_steps=3.5", "Expected a whole number or 'none' for ns_steps.*got '3.5'"),
         ("mars:b1=2", "Expected b1 from 0 to below 1 in 'mars:b1=2', got 2"),
         ("mars:max_norm=none:max_norm=1", "Expected each setting once"),
     )
