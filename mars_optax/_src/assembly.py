@@ -78,10 +78,10 @@ def optimizer(
     def finish_of(label: str, count: jax.Array, params: Any, decays: Any) -> run.Finish:
         """What follows the directions of a rule at the step after `count` ones."""
         suffix = "" if label == "matrix" else "_1d"
-        values = rates[f"learning_rate{suffix}"], rates[f"weight_decay{suffix}"]
-        if checks.is_zero(values[1]):
+        keys = f"learning_rate{suffix}", f"weight_decay{suffix}"
+        if checks.is_zero(rates[keys[1]]):
             decays = jax.tree.map(lambda _: False, decays)
-        rate, decay = (precision.upcast_scalar(x(count) if callable(x) else x) for x in values)
+        rate, decay = (checks.at(key, rates[key], count) for key in keys)
         return run.Finish(params, -rate, decay, decays)
 
     def decays_of(tree: Any) -> Any:

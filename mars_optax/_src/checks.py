@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mars_optax._src.leaf import quantization
+from mars_optax._src.leaf import precision, quantization
 
 _ARRAYS = jax.Array | np.ndarray | np.generic
 
@@ -27,15 +27,21 @@ def is_zero(value: Any) -> bool:
 
 
 def number(name: str, value: Any, *, or_schedule: bool = False) -> None:
-    """A number, an array or, where allowed, a schedule, of any value."""
+    """A number, an array of rank 0 or, where allowed, a schedule, of any value."""
     is_schedule = or_schedule and callable(value) and not isinstance(value, type)
-    if not (is_schedule or _is_number(value) or isinstance(value, _ARRAYS)):
-        kinds = "a number, an array or a schedule" if or_schedule else "a number or an array"
+    if not (is_schedule or _is_number(value) or (isinstance(value, _ARRAYS) and value.ndim == 0)):
+        kinds = f"a number or an array of rank 0{', or a schedule of these' if or_schedule else ''}"
         raise TypeError(f"`{name}`: expected {kinds}, got {value!r}. Pass {kinds}.")
 
 
-# A weight decay, or gamma.
 scalar_or_schedule = functools.partial(number, or_schedule=True)
+
+
+def at(name: str, value: Any, count: jax.Array) -> Any:
+    """A hyperparameter at a step, counted from 0, in at least float32."""
+    value = value(count) if callable(value) else value
+    scalar_or_schedule(name, value)
+    return precision.upcast_scalar(value)
 
 
 def learning_rate(name: str, value: Any) -> None:
@@ -77,8 +83,7 @@ def max_norm(value: Any, name: str = "max_norm") -> None:
 def steps(name: str, value: Any) -> None:
     """A number of iterations: an integer >= 0."""
     number(name, value)
-    is_integer = jnp.issubdtype(jnp.result_type(value), jnp.integer) and jnp.ndim(value) == 0
-    if not is_integer or (_is_number(value) and value < 0):
+    if not jnp.issubdtype(jnp.result_type(value), jnp.integer) or (_is_number(value) and value < 0):
         raise ValueError(
             f"`{name}`: expected an integer >= 0, got {value!r}. Pass a number of steps such as 5."
         )
@@ -190,8 +195,7 @@ def anchor(updates: Any, extra_args: Mapping[str, Any]) -> None:
     """The gradients of a new anchor, where `update` gets one, are those of the parameters."""
     given, flag = extra_args.get("anchor_grad"), extra_args.get("refresh_anchor", True)
     if given is not None or "refresh_anchor" in extra_args:
-        advice = "Pass gradients of a large batch at `params`, as `jax.grad` returns them."
-        same_shapes("anchor_grad", given, updates, "the gradients", advice)
+        gradients(given, updates, "the gradients", "anchor_grad")
     kind = getattr(flag, "dtype", type(flag))
     if getattr(flag, "shape", ()) or kind not in (bool, jnp.dtype(bool)):
         raise TypeError(
@@ -248,17 +252,17 @@ _LEAF_ADVICE = (
 )
 
 
-def gradients(updates: Any, like: Any, where: str) -> None:
+def gradients(updates: Any, like: Any, where: str, name: str = "updates") -> None:
     """Gradients are those of the parameters: what broadcasts or is cast would change the state."""
-    advice = "Pass gradients of the parameters that the state was made for."
-    for path, leaf, other in same_shapes("updates", updates, like, where, advice):
+    verb = "Return" if name == "grad_fn" else "Pass"
+    advice = f"{verb} what `jax.grad` of a real loss gives for the parameters that `init` got."
+    for path, leaf, other in same_shapes(name, updates, like, where, advice):
         is_real = not jnp.issubdtype(jnp.result_type(other), jnp.complexfloating)
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating if is_real else jnp.inexact):
             kind = "real" if is_real else "real or complex"
             raise TypeError(
-                f"Gradient '{path_string(path)}': expected a {kind} floating-point array, as in "
-                f"{where}, got dtype {jnp.result_type(leaf)}. Pass what `jax.grad` returns for a "
-                "real loss."
+                f"`{name}`: expected a {kind} floating-point array for leaf '{path_string(path)}', "
+                f"as in {where}, got dtype {jnp.result_type(leaf)}. {advice}"
             )
 
 

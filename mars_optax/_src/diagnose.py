@@ -85,7 +85,7 @@ def diagnose(
     g_g = p_p = g_p = d_d = c_c = clipped = gammas = zero = jnp.zeros([], jnp.float32)
     leaves = matrices = 0
     for node in states.with_previous_gradient(state):
-        value: Any = gamma(node.count) if callable(gamma) else gamma
+        value: Any = rule or checks.at("gamma", gamma, node.count)
         if rule is not None:
             checks.state_fields(node, {"gamma_state": grads}, "diagnose", free=("gamma_state",))
             values = dict(jax.tree_util.tree_leaves_with_path(rule.gammas(node.gamma_state)))

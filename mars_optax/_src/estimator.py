@@ -175,12 +175,13 @@ class Estimator:
     def coefficient(self, count: jax.Array) -> Any:
         """K at the step after `count` ones; not of an adaptive gamma."""
         if self.correction == "svrg":
-            return _at(self.alpha, count)
+            return checks.at("alpha", self.alpha, count)
         if self.correction == "sarah":
             return 1.0
+        gamma = checks.at("gamma", self.gamma, count)
         if self.correction == "storm":
-            return 1 - _at(self.gamma, count)
-        k = correction.correction_coefficient(_at(self.gamma, count), self.b1)
+            return 1 - gamma
+        k = correction.correction_coefficient(gamma, self.b1)
         return jnp.where(count == 0, 0.0, k) if self.first_step == "no_correction" else k
 
     def estimate(
@@ -229,8 +230,7 @@ class Estimator:
         """The gradients of this batch at `state.prev_params`, of the structure of `updates`."""
         checks.exact_arguments(params, extra_args)
         prev_grad = extra_args["grad_fn"](state.prev_params)
-        advice = "Return gradients as `jax.grad` does: one for each parameter, of its shape."
-        checks.same_shapes("grad_fn", prev_grad, updates, "the gradients", advice)
+        checks.gradients(prev_grad, updates, "the gradients", "grad_fn")
         if self.correction in ("svrg", "sarah"):
             checks.anchor(updates, extra_args)
         return prev_grad
@@ -299,11 +299,6 @@ def _corrected(grad: Any, prev_grad: Any, estimate: Any, k: Any) -> jax.Array:
     grad, prev_grad, estimate = (precision.upcast(x, dtype) for x in (grad, prev_grad, estimate))
     k = precision.upcast_scalar(k, dtype)
     return correction.corrected_gradient(grad, prev_grad, k, estimate)
-
-
-def _at(value: Any, count: jax.Array) -> Any:
-    """A hyperparameter at a step, counted from 0, in at least float32."""
-    return precision.upcast_scalar(value(count) if callable(value) else value)
 
 
 def _divisor(b1: Any) -> Any:

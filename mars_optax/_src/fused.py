@@ -25,7 +25,7 @@ def fused_step(
 
     Args:
       optimizer: Any optimizer. One of this package by itself is fused; a rule alone (`scale_by_*`),
-        one inside another, or in exact mode one whose vectors have their own rule, is not.
+        one inside another, or one that needs `grad_fn` and has a rule for vectors, is not.
       grads: The gradients.
       state: The optimizer's state.
       params: The parameters.

@@ -100,8 +100,8 @@ def ignore_absent_gradients(
 
     Raises:
       TypeError: If `inner` is no transformation.
-      ValueError: At ``init``, if no leaf keeps a previous gradient (exact mode,
-        ``keep_prev_grad=False``, no correction).
+      ValueError: At ``init``, if no leaf keeps a previous gradient (``keep_prev_grad=False``, or
+        another correction than ``"approx"``).
 
     Examples:
       >>> import jax.numpy as jnp

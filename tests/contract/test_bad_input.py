@@ -57,6 +57,15 @@ VALUES = (
     Bad("ns_steps", -1, ("-1",)),
     Bad("ns_steps", 2.5, ("2.5",)),
     Bad("ns_steps", "five", ("five",)),
+    # Arrays of one entry and more.
+    *(
+        Bad(name, np.ones(shape, np.float32), ("rank 0", "array"))
+        for name in (
+            *("learning_rate", "learning_rate_1d", "weight_decay", "weight_decay_1d", "gamma"),
+            *("alpha", "b1", "b2_1d", "eps", "eps_root_1d", "max_norm", "ns_steps"),
+        )
+        for shape in ((1,), (3, 4))
+    ),
     Bad("ns_coeffs", "cubic", ("quintic", "polar_express", "cubic")),
     Bad("ns_coeffs", (1.0, 2.0), ("2",)),
     Bad("ns_coeffs", ((1.0, 2.0), (3.0, 4.0)), ("2",)),
@@ -109,6 +118,31 @@ class ArgumentTest(parameterized.TestCase):
         for arguments in ((2.0, 1.0, 0.025), (0.9, -1.0, jnp.nan), (0.9, 1.0, 0.025)):
             updates = build_with(*arguments)
             self.assertEqual(jax.tree.structure(updates), jax.tree.structure(params))
+
+    @parameterized.product(
+        argument=["learning_rate", "learning_rate_1d", "weight_decay", "gamma", "alpha"],
+        value=[np.ones(1, np.float32), np.ones((3, 4), np.float32), None],
+    )
+    def test_what_a_schedule_returns_is_refused_at_the_step(self, argument: str, value: Any):
+        correction = {"gamma": "storm", "alpha": "svrg"}.get(argument, "approx")
+        entry = registry.get("mars")
+        tx = entry.make(correction=correction, **{argument: lambda _: value})
+        params = {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}
+        with self.assertRaisesRegex(TypeError, f"`{argument}`: expected .* rank 0.* got .*"):
+            jax.eval_shape(
+                lambda p, s: tx.update(p, s, p, grad_fn=lambda p: p), params, tx.init(params)
+            )
+
+    @parameterized.parameters("learning_rate", "gamma", "b1")
+    def test_traced_arrays_are_refused_unless_of_rank_0(self, argument: str):
+        params = {"kernel": jnp.ones((3, 4))}
+
+        def init(x: Any) -> Any:
+            return registry.get("mars").make(**{argument: x}).init(params)
+
+        with self.assertRaisesRegex(TypeError, f"`{argument}`: expected .* rank 0"):
+            jax.eval_shape(init, jnp.full(4, 0.1))
+        jax.eval_shape(jax.vmap(init), jnp.full(4, 0.1))
 
     @parameterized.parameters(*_OPTIMIZERS, *_DIRECTIONS)
     def test_pallas_is_refused_rather_than_replaced(self, name: str):
@@ -386,6 +420,23 @@ class ExactModeTest(parameterized.TestCase):
             with self.assertRaises((ValueError, TypeError)) as caught:
                 jax.eval_shape(lambda s, f=grad_fn: tx.update(grads, s, params, grad_fn=f), state)
             self.assertIn("grad_fn", str(caught.exception))
+
+    @parameterized.product(
+        case=[("mars", "exact"), ("mars_m", "sarah"), ("scale_by_mars", "svrg")],
+        dtype=["complex64", "int32", "bool"],
+    )
+    def test_gradients_of_another_kind_are_refused(self, case, dtype: str):
+        name, correction = case
+        tx = registry.get(name).make(correction=correction)
+        params = {"layer": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}}
+        state = tx.init(params)
+        wrong = {"layer": {**params["layer"], "kernel": jnp.ones((3, 4), dtype)}}
+        says = f"`grad_fn`: expected a real .* for leaf 'layer/kernel'.* got dtype {dtype}"
+        with self.assertRaisesRegex(TypeError, says):
+            tx.update(params, state, params, grad_fn=lambda _: wrong)
+        # Of another width they are welcome.
+        half = jax.tree.map(lambda p: p.astype("bfloat16"), params)
+        tx.update(params, state, params, grad_fn=lambda _: half)
 
     @parameterized.named_parameters(
         ("clip", "mars_lion", {}, "max_norm"),

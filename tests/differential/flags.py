@@ -27,6 +27,9 @@ def _flag(name: str, value: Any) -> Iterator[None]:
 
 
 _STRICT_ADAMW = {"links": "its `optax.adamw` promotes, and fails alone, too"}
+_STRICT_FACTORED = {
+    "variance_reduced": "its `optax.scale_by_factored_rms` promotes, and fails alone, too"
+}
 
 
 @situation()
@@ -44,7 +47,7 @@ def strict_dtype_promotion(subject: Subject):
         return train(subject)
 
 
-@situation(reasons=_STRICT_ADAMW)
+@situation(reasons=_STRICT_ADAMW | _STRICT_FACTORED)
 def strict_dtype_promotion_of_bfloat16(subject: Subject):
     """`jax_numpy_dtype_promotion="strict"` with parameters in bfloat16."""
     expected = train(subject, subjects.params("bfloat16"))
@@ -223,7 +226,7 @@ def internal_checks(subject: Subject):
 
 @situation(
     needs=("jax.config.jax_allow_f16_reductions",),
-    reasons={"links": "its `optax.adamw` divides by zero in float16, where 1e-8 is 0"},
+    reasons={"links": "its `optax.adamw` divides by 1e-8, 0 in float16, and fails alone, too"},
 )
 def no_reductions_in_half_precision(subject: Subject):
     """`jax_allow_f16_reductions=False` with parameters in float16."""

@@ -133,7 +133,10 @@ def shard_map_without_check_vma_with_param_specs(subject: Subject):
     return _in_shard_map(subject, check_vma=False, param_specs=_WHOLE)
 
 
-@situation(slow=True)
+@situation(
+    slow=True,
+    reasons={"mars_soap": "`init`, which sees the sizes of matrices, gets no `param_specs`"},
+)
 def shard_map_over_members(subject: Subject):
     """Another member on each device, inside `jax.shard_map`, with `param_specs` of whole leaves."""
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 import tempfile
 from typing import Any
 
@@ -185,7 +186,11 @@ def exported_for_other_platforms(subject: Subject):
     reasons=dict.fromkeys(
         ("mars_m", "mars_shampoo", "mars_m_8_bits"),
         "Newton-Schulz has to know which side of a matrix is longer, as in `optax.contrib.muon`",
-    ),
+    )
+    | {
+        "mars_soap": "it has to know which side of a matrix is longer, and longer than a bound",
+        "variance_reduced": "its `optax.scale_by_factored_rms` sorts sides, and fails alone, too",
+    },
 )
 def exported_with_a_symbolic_size(subject: Subject):
     """`jax.export` of a step whose matrix has a symbolic number of rows."""
@@ -235,7 +240,10 @@ def no_pointers_in_the_program(subject: Subject):
     step = jax.jit(subjects.step_of(subject))
     text = step.lower(start, subject.tx.init(start)).as_text()
     assert "stablehlo" in text
-    assert "custom_call" not in text, text
+    # Those of LAPACK are found by name wherever JAX is.
+    calls = re.findall(r"custom_call\s*@(\w+)", text)
+    assert text.count("custom_call") == len(calls)
+    assert [name for name in calls if not name.startswith("lapack_")] == []
     return train(subject)
 
 

@@ -57,7 +57,7 @@ class Situation:
       slow: Whether the quick tests leave it out.
       needs: Dotted names without which it is skipped: modules, or what a version may lack.
       jax: The lowest version of JAX that has what it is about.
-      reasons: For the subjects that fail, why.
+      reasons: For the subjects that fail, why. "... fails alone, too" is checked on what is inside.
     """
 
     name: str

@@ -61,7 +61,7 @@ class Subject:
 
     def make(self, learning_rate: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         """A new one."""
-        return self.factory(learning_rate, **{**self.kwargs, **kwargs})
+        return self.factory(learning_rate=learning_rate, **{**self.kwargs, **kwargs})
 
     def accepts(self, argument: str) -> bool:
         """Whether the factory has an argument of this name."""
@@ -117,6 +117,10 @@ def _scale_by_mars(learning_rate: Any) -> Any:
     return optax.chain(mars_optax.scale_by_mars(), optax.scale_by_learning_rate(learning_rate))
 
 
+def _factored(learning_rate: Any) -> Any:
+    return optax.chain(_FACTORED["inner"], optax.scale_by_learning_rate(learning_rate))
+
+
 def _links(learning_rate: Any, eps_root: float = 0.0) -> Any:
     return optax.chain(
         mars_optax.correct_gradients(),
@@ -141,12 +145,20 @@ _ALONE = {
     "keep_prev_grad": False,
 }
 _EIGHT_BITS = {"prev_grad_dtype": "float8_e4m3fn"}
+# Of the longer side the gradient fills only a part: any basis of the rest is one of eigenvectors.
+# The second step changes the bases. Its gradient is the first one, as the first step moves nothing:
+# with a small epsilon the direction would be signs alone, whatever the correction.
+_SOAP = {"one_sided": True, "precondition_frequency": 1, "max_precond_dim": 8, "eps": 0.1}
+# Its state has two vectors for a matrix.
+_FACTORED = {"inner": optax.scale_by_factored_rms(min_dim_size_to_factor=4)}
 
 OURS = (
     Subject("mars", mars_optax.mars),
     Subject("mars_m", mars_optax.mars_m, tolerance=_BFLOAT16),
     Subject("mars_lion", mars_optax.mars_lion, slow=True),
     Subject("mars_shampoo", mars_optax.mars_shampoo, {"ns_dtype": "float32"}, slow=True),
+    Subject("mars_soap", mars_optax.mars_soap, _SOAP, slow=True),
+    Subject("variance_reduced", mars_optax.variance_reduced, _FACTORED, slow=True),
     Subject("storm_adamw", mars_optax.storm_adamw, slow=True, evaluates=True),
     Subject("mars_exact", mars_optax.mars, {"correction": "exact"}, slow=True, evaluates=True),
     Subject("mars_without_prev_grad", mars_optax.mars, _ALONE, slow=True),
@@ -154,4 +166,6 @@ OURS = (
     Subject("scale_by_mars", _scale_by_mars, slow=True),
     Subject("links", _links, slow=True),
 )
+# What of Optax a subject has inside, by itself.
+INSIDE = {"links": OPTAX[0], "variance_reduced": Subject("factored", _factored, is_ours=False)}
 EVALUATING = tuple(subject.name for subject in OURS if subject.evaluates)

@@ -45,6 +45,21 @@ class TestDifferences:
         _skip_if_missing(row)
         row.enforce(subject)
 
+    @pytest.mark.parametrize(
+        ("row", "name"),
+        [
+            pytest.param(s, name, id=f"{s.name}-{name}", marks=_slow(s))
+            for s in _SITUATIONS
+            for name, reason in s.reasons.items()
+            if "fails alone, too" in reason
+        ],
+    )
+    def test_what_is_said_to_fail_alone_does(self, row: situation.Situation, name: str):
+        _skip_if_missing(row)
+        ours = next(s for s in subjects.OURS if s.name == name)
+        errors = [type(row.outcome(s)) for s in (ours, subjects.INSIDE[name])]
+        assert errors[0] is errors[1] is not type(None), errors
+
 
 def _forgetful(subject: subjects.Subject) -> Any:
     """The subject's optimizer, which forgets the previous gradient after each step."""
@@ -70,7 +85,7 @@ class TestTable:
         assert named <= {subject.name for subject in subjects.OURS}
 
     # In bfloat16 the tolerance of `mars_m` hides it; `mars_shampoo` orthogonalizes in float32.
-    @pytest.mark.parametrize("name", ["mars", "mars_shampoo"])
+    @pytest.mark.parametrize("name", ["mars", "mars_shampoo", "mars_soap", "variance_reduced"])
     def test_a_step_that_forgets_the_previous_gradient_is_noticed(self, name):
         subject = next(s for s in subjects.OURS if s.name == name)
         row = _row(lambda subject: subjects.train(subject, tx=_forgetful(subject)))

@@ -331,10 +331,14 @@ def _with_arguments(wrapper: Any, subject: Subject, grad_fn: Any) -> Any:
     )
 
 
-_TWO_LINKS = "two links count: `optax.tree.get_all_with_path` finds all"
+_ONE_OF_A_NAME = {
+    "links": "two links count: `optax.tree.get_all_with_path` finds all",
+    "mars_soap": "two rules have a `mu`, as in `optax.contrib.muon`",
+    "variance_reduced": "`mu` is that of the vectors: `inner` has none",
+}
 
 
-@situation(reasons=dict.fromkeys(("storm_adamw", "links"), _TWO_LINKS))
+@situation(reasons=_ONE_OF_A_NAME)
 def tree_get_and_set(subject: Subject):
     """`optax.tree.get` and `set` of the state's fields, `count` set to what it is."""
     state = subject.tx.init(subjects.params())
@@ -369,8 +373,8 @@ def tree_map_params(subject: Subject):
         return leaf
 
     state = optax.tree.map_params(tx, there_and_back, state)
-    # Scales of 8-bit buffers have one number for each row.
-    assert {len(shape) for shape in seen} == {1, 2}
+    # Scales of 8-bit buffers have one number for each row, and SOAP keeps stacks of matrices.
+    assert {1, 2} <= {len(shape) for shape in seen} <= {1, 2, 3}
     return train(subject, tx=tx._replace(init=lambda _: state))
 
 
@@ -482,7 +486,9 @@ def trust_ratio_behind(subject: Subject):
     """`optax.scale_by_trust_ratio` behind the optimizer (LAMB): finite, of the parameter's norm."""
     tx = optax.chain(subject.tx, optax.scale_by_trust_ratio())
     start = subjects.params()
-    updates, _ = tx.update(gradient(start), tx.init(start), start, **subject.extra)
+    state = tx.init(start)
+    for _ in range(subjects.STEPS):  # the first direction of SOAP is 0
+        updates, state = tx.update(gradient(start), state, start, **subject.extra)
     norms = jax.tree.map(jnp.linalg.norm, (updates, start))
     return Results(norms[0], norms[1], 1e-4)  # the order of the norm's sum
 

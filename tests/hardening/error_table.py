@@ -232,8 +232,10 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         BUILT,
-        "A learning rate, a weight decay or gamma is no number.",
-        "Pass a number, a 0-dimensional array, or a function of the step count.",
+        "A learning rate, another number or (at `update`) what a schedule returns is no number, or "
+        "an array of rank 1 or more.",
+        "Such an array would broadcast over each leaf. For a rate of each leaf use "
+        "`optax.partition`, for one of each member of an ensemble `jax.vmap`.",
         "got '0.1'",
         _later(_mars, "0.1"),
     ),
@@ -494,7 +496,8 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         GRADS,
-        "A gradient is of integers, or complex where its parameter is real.",
+        "A gradient (one that `grad_fn` returns, an `anchor_grad`) is of integers, or complex "
+        "where its parameter is real.",
         "Directions have the dtypes of gradients: of integers they would be rounded to 0.",
         "got dtype int32",
         lambda: _update(_scale(), grads=_with_bias(jnp.ones(4, jnp.int32))),

@@ -375,9 +375,12 @@ class BadInputTest(EstimatorTestCase):
         state = tx.init(params)
         before = trees.copy(state)
         short = {**_tree(1), "kernel": jnp.ones((4, 1))}
+        codes = {**_tree(1), "kernel": _tree(1)["kernel"].astype("int32")}
         for extra, message in (
             ({"anchor_grad": short}, r"`anchor_grad`.*'kernel'.*got \(4, 1\)"),
             ({"anchor_grad": {"kernel": params["kernel"]}}, "`anchor_grad`.*no leaf 'bias'"),
+            ({"anchor_grad": codes}, "`anchor_grad`: expected a real.*'kernel'.*got dtype int32"),
+            ({"anchor_grad": optax.tree.cast(params, "complex64")}, "`anchor_grad`.*complex64"),
             ({"refresh_anchor": True}, "`anchor_grad`.*got no leaf 'bias'"),
             ({"anchor_grad": params, "refresh_anchor": jnp.ones(3, bool)}, "`refresh_anchor`"),
             ({"anchor_grad": params, "refresh_anchor": 1}, "`refresh_anchor`.*got 1"),
