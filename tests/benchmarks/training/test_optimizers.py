@@ -159,6 +159,7 @@ class ParseTest(parameterized.TestCase):
 
     @parameterized.parameters("mars", "mars_m", "corrected_muon")
     def test_a_gamma_may_follow_from_the_gradients(self, base: str):
+        versions.skip_if_optax_lacks(base)
         (optimizer,) = optimizers.parse_optimizers([f"{base}:gamma=adaptive"])
         self.assertEqual(optimizer.settings["gamma"], "adaptive")
         params = {"blocks": {"0": {"kernel": jnp.eye(2)}}}
