@@ -157,10 +157,10 @@ class InterruptTest(parameterized.TestCase):
         for key in ("curves", "train_loss"):
             self.assertEqual(found[0][key], found[1][key])
 
-    @pytest.mark.slow  # Three processes that compile; test_resumable.py has the same within one.
     @parameterized.parameters(
         ("gpt2", signal.SIGINT), ("language_model", signal.SIGTERM), ("vision", signal.SIGINT)
     )
+    @pytest.mark.slow  # Three processes that compile; test_resumable.py has the same within one.
     def test_an_interrupted_run_goes_on_bit_for_bit(self, name: str, number: int):
         self.check(name, number)
 
