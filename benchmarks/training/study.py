@@ -61,7 +61,7 @@ def parser(name: str, doc: str | None) -> command.Flags:
     group.add_argument(
         "--optimizers",
         type=command.listed,
-        default="adamw,mars,mars_m",
+        default="adamw,nadamw,mars,mars_m",
         help="what to compare, settings behind colons: mars:gamma=0.05:b1=0.9; baseline is adamw, "
         "or the first",
     )
@@ -194,9 +194,10 @@ class _Watch:
     def __call__(self, steps: int, progress: resumable.Progress) -> None:
         self.step = progress.step
         if not self._begun:
-            self._bar.update(steps * len(self._cells))
             # The first call is of what earlier processes did, and logged.
             self._begun = True
+            self._bar.initial += steps * len(self._cells)
+            self._bar.update(steps * len(self._cells))
             if steps:
                 self._bar.write(f"{self._cells[0]}: goes on from step {steps}", file=sys.stderr)
             return
@@ -318,7 +319,7 @@ def run(study: Study, args: argparse.Namespace, began: float) -> list[report.Sum
     size = f", {study.task['parameters']:,} parameters" if "parameters" in study.task else ""
     command.announce(
         study.name,
-        f"{', '.join(names)}{size}, tuned at seeds {', '.join(map(str, study.protocol.seeds))}",
+        f"{', '.join(names)}{size}, seeds {', '.join(map(str, study.protocol.seeds))}",
         f"{jax.device_count()} {jax.devices()[0].device_kind}, data: "
         + ", ".join(f"{k} {v}" for k, v in study.data.items() if "sha256" not in k),
         out,
@@ -344,7 +345,7 @@ def run(study: Study, args: argparse.Namespace, began: float) -> list[report.Sum
     for name, why in left_out.items():
         print(f"`{name}` is left out: {why}.")
     seconds = time.perf_counter() - began
-    print(f"{len(found)} runs are done in {out}: {written}; {seconds:.0f} s this time.")
+    print(f"Runs done: {len(found)}, in {out}: {written}; {seconds:.0f} s this time.")
     if stopped:
         print(f"The limit came first: {stopped}. Give the same command again to go on.")
     return summaries

@@ -125,8 +125,8 @@ def transformation(name: str, value: Any) -> None:
     """An optimizer, or another gradient transformation."""
     if not all(callable(getattr(value, part, None)) for part in ("init", "update")):
         raise TypeError(
-            f"`{name}`: expected a gradient transformation, got {value!r}. Pass what a factory "
-            "such as `mars_optax.mars` returns."
+            f"`{name}`: expected a gradient transformation, got {value!r:.99}. Pass what a factory "
+            "returns, such as `optax.scale_by_adam()`."
         )
 
 

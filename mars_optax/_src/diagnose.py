@@ -54,7 +54,7 @@ def diagnose(
 
     Raises:
       TypeError: If `gamma`, `b1` or `max_norm` is of the wrong kind.
-      ValueError: If one of them is out of its range.
+      ValueError: If one of them is out of its range, or `gamma` is not the state's kind.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -85,6 +85,11 @@ def diagnose(
     g_g = p_p = g_p = d_d = c_c = clipped = gammas = zero = jnp.zeros([], jnp.float32)
     leaves = matrices = 0
     for node in states.with_previous_gradient(state):
+        if rule is None and node.gamma_state is not None:
+            raise ValueError(
+                f"`gamma`: expected the optimizer's AdaptiveGamma, got {gamma!r}. Pass "
+                "`gamma=AdaptiveGamma(...)` as the optimizer has it."
+            )
         value: Any = rule or checks.at("gamma", gamma, node.count)
         if rule is not None:
             checks.state_fields(node, {"gamma_state": grads}, "diagnose", free=("gamma_state",))

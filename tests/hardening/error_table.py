@@ -632,6 +632,15 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         TOOLS,
+        "`diagnose` gets a number for the gamma of an optimizer that has a rule.",
+        "The state does not hold gamma, b1 and the clip.",
+        "got 0.025",
+        lambda: mars_optax.diagnose(
+            _params(), _mars(0.1, gamma=mars_optax.AdaptiveGamma()).init(_params())
+        ),
+    ),
+    Example(
+        TOOLS,
         "`orthogonalize` gets an array that is no matrix.",
         _AXES,
         "got x.shape=(2, 3, 4)",

@@ -59,8 +59,8 @@ def rule(name: str, settings: Mapping[str, Any], *, nesterov: bool = False) -> A
     checks.flag("amsgrad", amsgrad)
     checks.choice("second_moment", second_moment, ("corrected", "gradient"))
     if second_moment != "gradient":
-        keep = settings.get("keep_prev_grad", True)
-        checks.keeps_prev_grad(keep, f"`second_moment`={second_moment!r}", "'gradient'")
+        keep, instead = settings.get("keep_prev_grad", True), "'gradient', and `max_norm=None`,"
+        checks.keeps_prev_grad(keep, f"`second_moment`={second_moment!r}", instead)
     mu_dtype = checks.recursive_dtype("mu_dtype", settings["mu_dtype"])
     nu_dtype = checks.recursive_dtype("nu_dtype", settings.get("nu_dtype"))
     first = functools.partial(trees.zeros, dtype=mu_dtype)

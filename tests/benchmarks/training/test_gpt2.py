@@ -141,7 +141,7 @@ class CommandTest(FolderTest):
     def test_finished_runs_are_not_made_again(self):
         flags = ("--optimizers=adamw", "--learning_rates=1e-2", "--seeds=0,1")
         stopped = self.run_command(*flags, "--limit=0")
-        self.assertIn("0 runs are done", stopped)
+        self.assertIn("Runs done: 0", stopped)
         self.assertIn("Give the same command again", stopped)
         printed = self.run_command(*flags)
         results = json.loads((self.folder / "out/results.json").read_text())
@@ -156,7 +156,7 @@ class CommandTest(FolderTest):
         self.assertEqual([line["step"] for line in log], [14, 28, 14, 28])
         with mock.patch.object(resumable, "train", side_effect=AssertionError):
             again = self.run_command(*flags)
-        table = printed[printed.index("optimizer") : printed.index("runs are done")]
+        table = printed[printed.index("optimizer") : printed.index("Runs done")]
         self.assertIn(table, again)
 
     @parameterized.named_parameters(
