@@ -86,9 +86,7 @@ def optimizer(
 
     def decays_of(tree: Any) -> Any:
         """A bool for each leaf, from a mask as :func:`optax.masked` takes it."""
-        its = mask(tree) if checks.is_tree_function(mask, tree) else mask
-        if its is None:
-            return jax.tree.map(lambda _: True, tree)
+        its = mask(tree) if checks.is_tree_function(mask, tree) else True if mask is None else mask
         return jax.tree.map(lambda m, below: jax.tree.map(lambda _: bool(m), below), its, tree)
 
     def init_fn(params: optax.Params) -> optax.OptState:

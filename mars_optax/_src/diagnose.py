@@ -86,10 +86,7 @@ def diagnose(
     leaves = matrices = 0
     for node in states.with_previous_gradient(state):
         if rule is None and node.gamma_state is not None:
-            raise ValueError(
-                f"`gamma`: expected the optimizer's AdaptiveGamma, got {gamma!r}. Pass "
-                "`gamma=AdaptiveGamma(...)` as the optimizer has it."
-            )
+            raise ValueError(f"`gamma`: expected the optimizer's rule, got {gamma!r}. Pass that.")
         value: Any = rule or checks.at("gamma", gamma, node.count)
         if rule is not None:
             checks.state_fields(node, {"gamma_state": grads}, "diagnose", free=("gamma_state",))
