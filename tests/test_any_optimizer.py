@@ -189,6 +189,72 @@ class VarianceReducedTest(parameterized.TestCase):
         trees.assert_same_types(new_state, state)
         self.assertGreater(float(new_state.inner_state["sums"]["kernel"][0]), 0.0)
 
+    @parameterized.parameters("approx", "exact")
+    def test_only_arguments_of_the_user_reach_the_preconditioner(self, correction):
+        """Line searches refuse arguments that they do not know."""
+
+        def loss(params: Any) -> jax.Array:
+            return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+        seen: list[Any] = []
+
+        def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+            seen.append(set(extra_args))
+            return updates, state
+
+        inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+        tx = mars_optax.variance_reduced(inner, 0.1, correction=correction)
+        params = _tree(0)
+        given = {"value": loss(params), "grad_fn": jax.grad(loss)}
+        tx.update(params, tx.init(params), params, **given)
+        self.assertEqual(seen, [{"value", "grad_fn"}])
+        if correction == "approx":
+            inner = optax.chain(optax.scale_by_adam(), optax.scale_by_backtracking_linesearch(3))
+            tx = mars_optax.variance_reduced(inner, 1.0, optimize_1d=True)
+            given = {"value": loss(params), "value_fn": loss, "grad": jax.grad(loss)(params)}
+            updates, _ = tx.update(given["grad"], tx.init(params), params, **given)
+            self.assertLess(loss(optax.apply_updates(params, updates)), given["value"])
+
+    @parameterized.parameters("bfloat16", "float16")
+    def test_branches_in_a_preconditioner_agree_where_parameters_are_narrow(self, dtype):
+        params = optax.tree.cast(_tree(0), dtype)
+        plain, branched = (
+            mars_optax.variance_reduced(wrap(optax.scale_by_adam()), 0.1)
+            for wrap in (lambda inner: inner, lambda inner: optax.apply_if_finite(inner, 3))
+        )
+        state, other = plain.init(params), branched.init(params)
+        for t in range(2):
+            grads = optax.tree.cast(_tree(t), dtype)
+            expected, state = plain.update(grads, state, params)
+            actual, new = branched.update(grads, other, params)
+            trees.assert_same_types(new, other)
+            trees.assert_equal(actual, expected)
+            other = new
+
+    @parameterized.parameters(False, True)
+    def test_gradients_of_other_shapes_are_refused_where_no_gradient_is_kept(self, optimize_1d):
+        tx = mars_optax.variance_reduced(
+            optax.scale_by_adam(), 0.1, correction="none", optimize_1d=optimize_1d
+        )
+        state = tx.init({"kernel": jnp.ones((1, 3))})
+        with self.assertRaisesRegex(ValueError, "expected the 3 arrays .* of these gradients"):
+            tx.update({"kernel": jnp.ones((4, 3))}, state)
+
+    def test_numbers_as_parameters_leave_no_weak_types(self):
+        params = {"a": 1.0}
+        tx = mars_optax.variance_reduced(optax.scale_by_adam(), 0.1, optimize_1d=True)
+        state = tx.init(params)
+        self.assertFalse(any(x.weak_type for x in jax.tree.leaves(state)))
+        trees.assert_same_types(tx.update(params, state, params)[1], state)
+
+    def test_a_rule_as_preconditioner_hides_no_axes(self):
+        numbers = {"stack": optax.contrib.MuonDimensionNumbers(1, 2)}
+        tx = mars_optax.variance_reduced(
+            mars_optax.scale_by_mars(), 0.1, weight_dimension_numbers=numbers
+        )
+        (leaf,) = mars_optax.describe({"stack": jnp.ones((2, 4, 3))}, tx).leaves
+        self.assertEqual(leaf.axes, numbers["stack"])
+
 
 if __name__ == "__main__":
     absltest.main()

@@ -302,11 +302,11 @@ def _of_rows(x: Any) -> Any:
 
 def inner_state(new: Any, old: Any, name: str) -> None:
     """A preconditioner got a state of its own."""
-    got, expected = (len(jax.tree.leaves(x)) for x in (old, new))
+    got, expected = ([jnp.shape(x) for x in jax.tree.leaves(state)] for state in (old, new))
     if got != expected:
         raise ValueError(
-            f"`state.inner_state`: expected {expected} arrays, as the preconditioner of `{name}` "
-            f"with these settings has them, got {got}. {_STATE_ADVICE}"
+            f"`state.inner_state`: expected the {len(expected)} arrays that the preconditioner of "
+            f"`{name}` makes of these gradients, got {len(got)}, or other shapes. {_STATE_ADVICE}"
         )
 
 

@@ -231,8 +231,7 @@ class Estimator:
         checks.exact_arguments(params, extra_args)
         prev_grad = extra_args["grad_fn"](state.prev_params)
         checks.gradients(prev_grad, updates, "the gradients", "grad_fn")
-        if self.correction in ("svrg", "sarah"):
-            checks.anchor(updates, extra_args)
+        checks.anchor(updates, extra_args)
         return prev_grad
 
     def next_params(self, state: Any, params: Any, extra_args: Mapping[str, Any]) -> Any:

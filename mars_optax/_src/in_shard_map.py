@@ -21,9 +21,7 @@ ARGUMENT = "param_specs"
 def specs_of(extra_args: Mapping[str, Any], tree: Any) -> Any:
     """A spec for each leaf of `tree`, from the extra arguments, or None where there are none."""
     specs = extra_args.get(ARGUMENT)
-    if isinstance(specs, PartitionSpec):
-        return jax.tree.map(lambda _: specs, tree)
-    return specs
+    return jax.tree.map(lambda _: specs, tree) if isinstance(specs, PartitionSpec) else specs
 
 
 def table(tree: Any, specs: Any, *others: Any) -> list[tuple[Any, ...]]:

@@ -62,9 +62,7 @@ def varying(x: Any) -> frozenset[str]:
 
 def names(part: Any) -> tuple[str, ...]:
     """The mesh axes in one part of a partition spec."""
-    if part is None:
-        return ()
-    return tuple(part) if isinstance(part, tuple) else (part,)
+    return part if isinstance(part, tuple) else () if part is None else (part,)
 
 
 def reshard(x: jax.Array, to: Any) -> jax.Array:

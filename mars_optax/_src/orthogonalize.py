@@ -85,8 +85,7 @@ def transformation(
         leaves, treedef = jax.tree.flatten(momenta)
         whole = [divided(layout.whole(x)) for layout, x in zip(layouts, leaves, strict=True)]
         run = reshard.by_specs(orthogonalization, [layout.spec for layout in layouts])
-        results = run(whole, [layout.axes for layout in layouts])
-        pairs = zip(layouts, results, strict=True)
+        pairs = zip(layouts, run(whole, [layout.axes for layout in layouts]), strict=True)
         directions = [its.part(y * factor(*its.axes.fans(y.shape))) for its, y in pairs]
         return jax.tree.unflatten(treedef, directions), optax.EmptyState()
 

@@ -73,9 +73,7 @@ def vector_axes(ndim: int) -> Axes:
 
 def matrix_from_rank_2(ndim: int) -> Axes:
     """Every leaf of rank >= 2 is one matrix, its last axis the output."""
-    if ndim < 2:
-        return vector_axes(ndim)
-    return Axes(tuple(range(ndim - 1)), (ndim - 1,), ())
+    return vector_axes(ndim) if ndim < 2 else Axes(tuple(range(ndim - 1)), (ndim - 1,), ())
 
 
 def matrix_at_rank_2(ndim: int) -> Axes:

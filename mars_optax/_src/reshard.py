@@ -119,8 +119,7 @@ def by_partitioner(
                     results[i] = result
             return tuple(results)
 
-        everywhere = NamedSharding(on, mesh.spec())
-        return on, local, tuple(places), (*places, *(everywhere,) * others)
+        return on, local, tuple(places), (*places, *[NamedSharding(on, mesh.spec())] * others)
 
     factors = [f"slice{i} short{i} long{i}" for i in range(count)]
     axes = [[f"constant{i}axis{axis}" for axis in range(x.ndim)] for i, x in enumerate(constants)]

@@ -33,8 +33,7 @@ class Finish:
             scale, decay = (precision.upcast_scalar(x, dtype) for x in (self.scale, self.decay))
             return (updated(u, p, scale, decay if decays else None),)
 
-        inputs = directions, self.params, self.decays
-        return trees.map_unzip(on_leaf, inputs, (directions,))[0]
+        return trees.map_unzip(on_leaf, (directions, self.params, self.decays), (directions,))[0]
 
     def tree(self, directions: Any) -> Any:
         """The new parameters."""

@@ -11,7 +11,7 @@ import optax
 
 from mars_optax._src import checks, in_shard_map, named, partition, run, trees, types
 from mars_optax._src.estimator import Estimator
-from mars_optax._src.leaf import quantization
+from mars_optax._src.leaf import precision, quantization
 from mars_optax._src.leaf.momentum import momentum_step
 
 
@@ -62,10 +62,10 @@ def rule(
         axes = axes_of(params)
         if default is partition.matrix_at_rank_2:
             partition.require_matrices(axes, params, name)
-        partition.record_axes(axes)
         made = {moment: zeros(params) for moment, zeros in moments.items()}
         if inner is not None:
-            made["inner_state"] = inner.init(params)
+            made["inner_state"] = trees.cast_like(own := inner.init(params), own)  # no weak types
+        partition.record_axes(axes)  # after those of a rule inside
         return state_type(count=jnp.zeros([], jnp.int32), **source.init(params, axes), **made)
 
     def advance(
@@ -84,7 +84,14 @@ def rule(
         how["finish"] = finish if inner is None else None
         result, new_moments = run.run_step(step, updates, estimate, old, **how, **scalars(count))
         if inner is not None:
-            result, new = inner.update(result, state.inner_state, params, **extra_args)
+            # Those that are ours alone could be refused inside.
+            its = {k: x for k, x in extra_args.items() if k != "prev_grad" and x is not None}
+            old = state.inner_state
+            if any(x.dtype in (jnp.bfloat16, jnp.float16) for x in jax.tree.leaves(old)):
+                # Branches inside have to agree on dtypes: those of a state of `result`.
+                old = trees.cast_like(old, jax.eval_shape(inner.init, result))
+                params = jax.tree.map(precision.upcast, params)
+            result, new = inner.update(result, old, params, **its)
             checks.inner_state(new, state.inner_state, name)
             # Of the old one's structure: metadata in the nodes of gradients may differ.
             new = jax.tree.unflatten(jax.tree.structure(state.inner_state), jax.tree.leaves(new))

@@ -1409,8 +1409,8 @@ _PRECONDITIONERS: Final = (
     Mutant(
         "inner_of_gradient",
         "transformation.py",
-        "inner.update(result, state.inner_state",
-        "inner.update(updates, state.inner_state",
+        "inner.update(result, old",
+        "inner.update(updates, old",
         "the preconditioner gets the gradient, neither corrected nor clipped",
         (ANY + "with_adam_it_is_mars0",),
     ),
@@ -1425,8 +1425,8 @@ _PRECONDITIONERS: Final = (
     Mutant(
         "inner_without_parameters",
         "transformation.py",
-        "state.inner_state, params, **extra_args",
-        "state.inner_state, None, **extra_args",
+        "inner.update(result, old, params, **its)",
+        "inner.update(result, old, None, **its)",
         "the preconditioner gets no parameters",
         (ANY + "a_preconditioner_gets_matrices_in_float32_parameters_and_extra_arguments",),
     ),

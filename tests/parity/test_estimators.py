@@ -368,7 +368,9 @@ class OnePlaceTest(EstimatorTestCase):
 
 
 class BadInputTest(EstimatorTestCase):
-    @parameterized.product(correction=ANCHORED, name=["correct_gradients", "mars"])
+    @parameterized.product(
+        correction=[*ANCHORED, "exact", "storm"], name=["correct_gradients", "mars"]
+    )
     def test_an_anchor_that_does_not_fit_changes_nothing(self, correction, name):
         tx = _link(correction) if name != "mars" else _optimizer("mars", correction)
         params = _tree(0)

@@ -307,6 +307,39 @@ class RoundingTest(parameterized.TestCase):
         self.assertLess(np.linalg.norm(directions[0] - directions[1]), 0.1 * size)
 
 
+class RangeTest(parameterized.TestCase):
+    def test_one_outlier_does_not_end_the_training(self):
+        """Its square overflows; `optax.apply_if_finite` does not see it, as it is finite."""
+        tx = mars_optax.scale_by_mars_soap(max_norm=None, precondition_frequency=1)
+        grads = np.random.default_rng(0).standard_normal((8, 6, 4)).astype(np.float32)
+        grads[3] *= 1e20
+        state = tx.init(grads[0])
+        for grad in grads:
+            direction, state = jax.jit(tx.update)(grad, state)
+            self.assertTrue(bool(jnp.isfinite(direction).all()))
+
+    def test_covariances_in_float16_keep_to_its_range(self):
+        tx = soap.scale_by_soap(precondition_dtype="float16", precondition_frequency=1)
+        grads = 1e4 * np.random.default_rng(0).standard_normal((4, 6, 4)).astype(np.float32)
+        state = tx.init(grads[0])
+        for grad in grads:
+            direction, state = tx.update(grad, state)
+        self.assertTrue(bool(jnp.isfinite(direction).all()))
+
+    @parameterized.parameters("b2", "shampoo_beta")
+    def test_a_number_of_numpy_is_a_number(self, name):
+        grad = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+        with trees.float64():
+            directions = []
+            for kind in (float, np.float64):
+                tx = soap.scale_by_soap(**{name: kind(0.9)})
+                state = tx.init(grad)
+                for _ in range(2):
+                    direction, state = tx.update(grad, state)
+                directions.append(direction)
+            trees.assert_equal(*directions)
+
+
 class ExecutionTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()

@@ -34,7 +34,7 @@ def upcast_scalar(x: Any, dtype: Any = None) -> Any:
     array they meet, whereas 1 - b2 computed from a float32 0.99 is already off by 1e-6.
     """
     if isinstance(x, bool | int | float):
-        return x
+        return float(x) if isinstance(x, float) else x  # NumPy's float64 is one, too
     x = jnp.asarray(x)
     return x.astype(compute_dtype(x) if dtype is None else dtype)
 

@@ -119,7 +119,9 @@ def scale_by_soap(
         for gram, y in ((left, x), (right, _adjoint(x))):
             if gram.size:
                 average = gram_beta * gram + (1 - gram_beta) * _matmul(y, _adjoint(y))
-                gram = mesh.invariant(average, gram)
+                # One outlier may overflow: no later step has bases of infinite averages.
+                is_finite = jnp.all(jnp.isfinite(average), axis=(1, 2), keepdims=True)
+                gram = mesh.invariant(jnp.where(is_finite, average, gram), gram)
             grams.append(gram)
         return jnp.where(is_skipped, 0, direction), mu, nu, *grams, *bases
 
@@ -153,7 +155,7 @@ def scale_by_soap(
             direction, *moments = (layout.leaf(*pair) for pair in pairs)
             kept_sides = [x if k else y for x, y, k in zip(matrices, old[3:], n, strict=True)]
             kept = zip((*moments, *kept_sides), old[1:], strict=True)
-            results.append((direction, *(x.astype(y.dtype) for x, y in kept)))
+            results.append((direction, *(precision.copied(x, y.dtype) for x, y in kept)))
         direction, *fields = trees.unzip(results, (updates, *state[1:]))
         return direction, ScaleBySoapState(optax.safe_increment(state.count), *fields)
 
