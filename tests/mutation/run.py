@@ -7,7 +7,8 @@
 Each mutant of `mutants.py` is written into a copy of the working tree, on which the tests that it
 lists are run up to the first failure; if none fails, all of `tests/parity` and `tests/contract`.
 Before, the listed tests have to pass on an unchanged copy. Results are kept in a file, so that a
-run can be cut off: one holds until the mutant, the code of its file or its list of tests changes.
+run can be cut off: one holds until the mutant, the code of its file or its list of tests changes,
+and is kept, as one from before, until there is another.
 """
 
 import argparse
@@ -224,16 +225,15 @@ def provenance() -> dict[str, str]:
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """The results that still hold."""
-    if not path.exists():
-        return {}
-    results = json.loads(path.read_text())
+    """The last result of each mutant, whether it holds or not."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    decided = {name for name, result in results.items() if result["status"] != "undecided"}
+    return {m.name: results[m.name] for m in MUTANTS if m.name in decided}
 
-    def holds(mutant: Mutant) -> bool:
-        result = results.get(mutant.name, {"status": "undecided"})
-        return result["status"] != "undecided" and result["digest"] == digest(mutant)
 
-    return {m.name: results[m.name] for m in MUTANTS if holds(m)}
+def holds(mutant: Mutant, results: Mapping[str, Any]) -> bool:
+    """Whether there is a result of the present code and tests."""
+    return mutant.name in results and results[mutant.name]["digest"] == digest(mutant)
 
 
 def table(results: Mapping[str, Any]) -> str:
@@ -248,6 +248,7 @@ def table(results: Mapping[str, Any]) -> str:
             "run them `--again`."
         )
     statuses = [results[m.name]["status"] for m in MUTANTS]
+    old = {m.name for m in MUTANTS if not holds(m, results)}
 
     def all_of(key: str) -> str:
         return ", ".join(sorted({r[key] for r in results.values()}))
@@ -259,6 +260,8 @@ def table(results: Mapping[str, Any]) -> str:
         "test that fails because of it, by the file of the package.",
         "",
         f"- {len(MUTANTS)} defects, of which {statuses.count('killed')} are noticed.",
+        f"- Of {len(old)} the code of their file, or their list of tests, changed since: they are",
+        '  marked "before".',
         "- They are data in [tests/mutation/mutants.py](../tests/mutation/mutants.py), each with",
         "  the tests that should notice it; if those pass, all of `tests/parity` and",
         "  `tests/contract` are run.",
@@ -278,7 +281,7 @@ def table(results: Mapping[str, Any]) -> str:
         for mutant in mutants:
             result = results[mutant.name]
             by = f"**{result['status']}**" if result["by"] is None else _short(result["by"])
-            lines.append(f"| {mutant.change} | {by} |")
+            lines.append(f"| {mutant.change} | {by}{', before' * (mutant.name in old)} |")
         lines += ["", "</details>", ""]
     lines += [
         "## Not counted",
@@ -318,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = [
         m for m in MUTANTS if re.search(options.only, m.name) or re.search(options.only, m.file)
     ]
-    chosen = [m for m in chosen if options.again or m.name not in results]
+    chosen = [m for m in chosen if options.again or not holds(m, results)]
     if not chosen:
         print("nothing to run")
         return
