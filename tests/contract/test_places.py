@@ -147,7 +147,8 @@ class PlacesTest(parameterized.TestCase):
                 contracts=["places"],
                 where=lambda entry: entry.accepts("weight_dimension_numbers"),
             ),
-            list(itertools.product((False, True), repeat=3)),
+            # Any two of the settings meet in all four ways.
+            [case for case in itertools.product((False, True), repeat=3) if sum(case) % 2 == 0],
         )
     )
     @pytest.mark.slow
