@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
+import mars_optax
 from mars_optax._src.variants import soap
 from tests.support import meshes, trees
 
@@ -119,6 +120,24 @@ class MeshTest(parameterized.TestCase):
         )
         actual = jax.jit(mapped)(tx.init(_grads(0)), *map(_grads, range(4)))
         trees.assert_close(actual, _signless(_expected(), actual), **_NEAR)
+
+    def test_inside_a_shard_map_parameters_may_have_16_bits(self):
+        """There `init` refuses parts: a step must not call it."""
+        params = {"tall": jnp.asarray(_grads(0)["tall"], "bfloat16")}
+        specs, tx = {"tall": P("x", "y")}, mars_optax.mars_soap(0.1, b1=0.9)
+        state = tx.init(params)
+        state_specs = jax.tree.map(lambda x: specs["tall"] if x.shape == (8, 4) else P(), state)
+        step = jax.shard_map(
+            lambda g, s: tx.update(g, s, g, param_specs=specs),
+            mesh=meshes.mesh(AxisType.Auto),
+            in_specs=(specs, state_specs),
+            out_specs=(specs, state_specs),
+        )
+        actual = _run(jax.jit(step), state, 2 * [params])
+        expected = _run(jax.jit(lambda g, s: tx.update(g, s, g)), state, 2 * [params])
+        trees.assert_same_types(actual, expected)
+        # One rounding to bfloat16 of sums in another order.
+        trees.assert_close(actual[0], expected[0], rtol=2**-7, atol=2**-7)
 
     @pytest.mark.slow
     def test_an_eager_step_on_explicit_axes(self):

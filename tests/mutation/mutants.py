@@ -1409,8 +1409,8 @@ _PRECONDITIONERS: Final = (
     Mutant(
         "inner_of_gradient",
         "transformation.py",
-        "inner.update(result, old",
-        "inner.update(updates, old",
+        "inner.update(result, before",
+        "inner.update(updates, before",
         "the preconditioner gets the gradient, neither corrected nor clipped",
         (ANY + "with_adam_it_is_mars0",),
     ),
@@ -1425,8 +1425,8 @@ _PRECONDITIONERS: Final = (
     Mutant(
         "inner_without_parameters",
         "transformation.py",
-        "inner.update(result, old, params, **its)",
-        "inner.update(result, old, None, **its)",
+        "inner.update(result, before, params, **its)",
+        "inner.update(result, before, None, **its)",
         "the preconditioner gets no parameters",
         (ANY + "a_preconditioner_gets_matrices_in_float32_parameters_and_extra_arguments",),
     ),
@@ -1529,7 +1529,7 @@ _PRECONDITIONERS: Final = (
     Mutant(
         "inner_state_narrow",
         "transformation.py",
-        "old = trees.cast_like(old, jax.eval_shape(inner.init, result))",
+        "before = trees.cast_like(before, jax.eval_shape(inner.init, result))",
         "pass",
         "the preconditioner gets a state in 16 bits beside directions in 32",
         (ANY.partition("::")[0] + "::VarianceReducedTest",),
