@@ -27,9 +27,6 @@ def _flag(name: str, value: Any) -> Iterator[None]:
 
 
 _STRICT_ADAMW = {"links": "its `optax.adamw` promotes, and fails alone, too"}
-_STRICT_FACTORED = {
-    "variance_reduced": "its `optax.scale_by_factored_rms` promotes, and fails alone, too"
-}
 
 
 @situation()
@@ -47,7 +44,7 @@ def strict_dtype_promotion(subject: Subject):
         return train(subject)
 
 
-@situation(reasons=_STRICT_ADAMW | _STRICT_FACTORED)
+@situation(reasons=_STRICT_ADAMW)
 def strict_dtype_promotion_of_bfloat16(subject: Subject):
     """`jax_numpy_dtype_promotion="strict"` with parameters in bfloat16."""
     expected = train(subject, subjects.params("bfloat16"))
