@@ -324,6 +324,8 @@ def run(name: str, main: Callable[[], int], *, rows: bool = False) -> NoReturn:
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, terminated)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see benchmarks/__init__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -164,6 +164,26 @@ class InterruptTest(parameterized.TestCase):
     def test_an_interrupted_run_goes_on_bit_for_bit(self, name: str, number: int):
         self.check(name, number)
 
+    @parameterized.parameters("training.gpt2", "steps.step_time")
+    def test_an_interrupt_during_the_imports_has_no_traceback(self, name: str):
+        # In a shell's background this process may ignore the signal, which would be inherited.
+        with command.Interrupt():
+            process = subprocess.Popen(
+                [sys.executable, "-X", "importtime", "-m", f"benchmarks.{name}", "--help"],
+                cwd=_ROOT,
+                stderr=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        for line in process.stderr:
+            if line.endswith(" jax\n"):  # one of the first, and much is to come
+                break
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate()
+        self.assertEqual(process.returncode, -signal.SIGINT)
+        self.assertEqual(output, "")
+        self.assertNotIn("Traceback", errors)
+
     def test_a_first_signal_is_noted_and_a_second_ends(self):
         before = signal.getsignal(signal.SIGTERM)
         with command.Interrupt() as interrupt:
