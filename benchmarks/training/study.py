@@ -222,6 +222,16 @@ class _Watch:
         grid.append(self._log, "".join(lines))
 
 
+def _ahead(
+    study: Study, records: grid.Records, optimizer: Optimizer, rates: Sequence[float]
+) -> int:
+    """Returns how many runs an optimizer still needs, but for those beyond an edge of its grid."""
+    first = next(grid.rounds(optimizer, rates, study.protocol, records.of))
+    ran = {*study.protocol.seeds, *(record["seed"] for record in records.of(optimizer))}
+    missing = sum(records.find(cell) is None for cell in first)
+    return missing + len({*study.protocol.final_seeds} - ran)
+
+
 def complete(
     study: Study, args: argparse.Namespace, records: grid.Records, deadline: resumable.Deadline
 ) -> str | None:
@@ -240,12 +250,13 @@ def complete(
     described = output.environment(args.commit)
     save_every = args.save_every or math.inf
     with tqdm.tqdm(total=0, unit="step", dynamic_ncols=True) as bar:
-        for optimizer, rates in study.optimizers:
+        for index, (optimizer, rates) in enumerate(study.optimizers):
             task = study.make(optimizer)
             compiled: set[int] = set()  # by the number of runs together
             for wanted in grid.rounds(optimizer, rates, study.protocol, records.of):
                 missing = [cell for cell in wanted if records.find(cell) is None]
-                bar.total += task.steps * len(missing)
+                now, *later = (_ahead(study, records, *one) for one in study.optimizers[index:])
+                bar.total = bar.n + task.steps * (max(len(missing), now) + sum(later))
                 for cells in grid.groups(missing, args.vmap):
                     name = grid.digest([grid.key(cell, study.task) for cell in cells])
                     new = len(cells) not in compiled
@@ -261,6 +272,8 @@ def complete(
                     )
                     if runs is None:
                         return f"{cells[0]} is saved at step {watch.step} of {task.steps}"
+                    # Of a group that diverged, the rest is not made.
+                    bar.total -= (task.steps - watch.step) * len(cells)
                     extra = {"finished": _now(), "environment": described}
                     records.add(
                         [(cell, {**run, **extra}) for cell, run in zip(cells, runs, strict=True)]

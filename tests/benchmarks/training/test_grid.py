@@ -326,6 +326,32 @@ class StudyTest(FolderTest):
             self.made("--learning_rates=0.1", f"--save_every={flag}")
         self.assertEqual([call.kwargs["save_every"] for call in train.call_args_list], [seconds])
 
+    def test_a_bar_knows_all_steps_from_the_beginning(self):
+        flags = ("--optimizers=adamw,mars", "--learning_rates=0.1,0.2", "--extend=0", "--seeds=0")
+        comparison, args = self.study(*flags, "--final_seeds=0,1")
+        steps = []
+        make = study.tqdm.tqdm
+
+        def show(**settings: Any) -> Any:
+            bar = make(**settings, file=io.StringIO())
+            update = bar.update
+            bar.update = lambda n: (update(n), steps.append((bar.n, bar.total)))
+            return bar
+
+        with mock.patch.object(study.tqdm, "tqdm", show):
+            # In the second run of two optimizers, of three each.
+            self.assertIsNotNone(study.complete(comparison, args, self.records, After(12)))
+            self.assertEqual((steps[0], steps[-1]), ((0, 240), (60, 240)))
+            steps.clear()
+            self.assertIsNone(study.complete(comparison, args, self.records, _NEVER))
+            self.assertEqual((steps[0], steps[-1]), ((20, 200), (200, 200)))
+
+    def test_a_bar_counts_no_steps_that_a_diverged_run_does_not_make(self):
+        written = io.StringIO()
+        with contextlib.redirect_stderr(written):
+            self.made("--learning_rates=2", "--extend=0")
+        self.assertIn("| 20/20 ", written.getvalue())
+
     def test_who_is_left_out_of_the_table_is_printed_with_the_reason(self):
         self.made("--learning_rates=0.1")
         comparison, args = self.study("--learning_rates=0.1", "--final_seeds=1", "--limit=0")
