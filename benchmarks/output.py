@@ -31,6 +31,12 @@ def _commit() -> str:
     return answer.stdout.strip()
 
 
+def devices() -> str:
+    """Returns how many devices of which kind there are, in words."""
+    kind, count = jax.devices()[0].device_kind.replace("cpu", "CPU"), jax.device_count()
+    return f"one {kind} device" if count == 1 else f"{count} {kind} devices"
+
+
 def environment(commit: str | None = None) -> dict[str, str | int]:
     """Returns the device, the versions of the software, and the commit.
 

@@ -210,12 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         flags.fail(error)
     tree: dict[str, Any] = {"environment": output.environment(args.commit), "rows": []}
-    about = tree["environment"]
     path = out / "results.json"
     command.announce(
         "newton_schulz_forms",
         f"{len(names)} forms of Newton-Schulz",
-        f"{about['devices']} {about['device']}, {len(stacks)} stacks of random matrices",
+        f"{output.devices()}, {len(stacks)} stacks of random matrices",
         path,
     )
     tree["ceilings"] = timing.ceilings()

@@ -498,12 +498,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         "rows": [],
     }
-    about = tree["environment"]
     path = out / "results.json"
     command.announce(
         "sharded_step",
-        f"optimizer steps of {', '.join(names)} on {', '.join(map(str, devices))} devices",
-        f"{about['devices']} {about['device']}, GPT-2 {', '.join(models)}, random numbers",
+        f"optimizer steps of {', '.join(names)}; "
+        f"numbers of devices: {', '.join(map(str, devices))}",
+        f"{output.devices()}, GPT-2 {', '.join(models)}, random numbers",
         path,
     )
     measured = []
@@ -518,7 +518,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit=args.limit,
     ):
         logging.info(
-            "%s, %s, %d devices, %s: %s", *_group(row), row["name"], row.get("ms", "failed")
+            "%s, %s, devices: %d, %s: %s", *_group(row), row["name"], row.get("ms", "failed")
         )
         measured.append(row)
         tree["rows"] = complete(measured)

@@ -463,13 +463,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": [],
         "training": [],
     }
-    about = tree["environment"]
     path = out / "results.json"
     kind = "training steps" if work else "optimizer steps"
     command.announce(
         "step_time",
         f"{kind} of {', '.join(names)}",
-        f"{about['devices']} {about['device']}, GPT-2 {', '.join(models)}, random numbers",
+        f"{output.devices()}, GPT-2 {', '.join(models)}, random numbers",
         path,
     )
     tree["ceilings"] = timing.ceilings()

@@ -333,7 +333,7 @@ def run(study: Study, args: argparse.Namespace, began: float) -> list[report.Sum
     command.announce(
         study.name,
         f"{', '.join(names)}{size}, seeds {', '.join(map(str, study.protocol.seeds))}",
-        f"{jax.device_count()} {jax.devices()[0].device_kind}, data: "
+        f"{output.devices()}, data: "
         + ", ".join(f"{k} {v}" for k, v in study.data.items() if "sha256" not in k),
         out,
     )

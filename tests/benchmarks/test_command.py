@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from unittest import mock
 
+import jax
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import command, planning
+from benchmarks import command, output, planning
 from benchmarks.steps import newton_schulz_forms, sharded_step, step_time, utilization
 from benchmarks.training import (
     evidence,
@@ -100,6 +102,16 @@ class FlagsTest(parameterized.TestCase):
     )
     def test_patterns_pick_names_in_their_order(self, patterns: list[str], names: list[str]):
         self.assertEqual(command.matching(patterns, ["adamw", "mars", "mars_m"]), names)
+
+    @parameterized.parameters(
+        (1, "cpu", "one CPU device"),
+        (8, "cpu", "8 CPU devices"),
+        (2, "NVIDIA H200", "2 NVIDIA H200 devices"),
+    )
+    def test_devices_in_words(self, count: int, kind: str, words: str):
+        device = mock.Mock(device_kind=kind)
+        with mock.patch.multiple(jax, devices=lambda: [device], device_count=lambda: count):
+            self.assertEqual(output.devices(), words)
 
 
 _MODEL = ("--layers=1", "--width=16", "--context=8", "--batch_size=2", "--eval_windows=4")
