@@ -7,7 +7,7 @@ import pathlib
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -124,6 +124,14 @@ def cell(row: Mapping[str, Any], key: str, form: str, factor: float = 1) -> str:
     return "-" if value is None else format(factor * value, form)
 
 
-def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Says why rows have no figures, a line each."""
-    return [f"{row['name']}: no figures. {row['error']}" for row in rows if "error" in row]
+def section(
+    title: str,
+    header: Sequence[str],
+    cells: Callable[[dict[str, Any]], Sequence[str]],
+    rows: Sequence[dict[str, Any]],
+) -> str:
+    """Formats rows as a table below a title, and says below it why some have no figures."""
+    good = [row for row in rows if "error" not in row]
+    table = [aligned([header, *map(cells, good)])] if good else []
+    failed = [f"{row['name']}: no figures. {row['error']}" for row in rows if "error" in row]
+    return "\n".join([title, *table, *failed])

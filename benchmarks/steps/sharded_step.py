@@ -436,21 +436,15 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def text(measured: Sequence[dict[str, Any]]) -> str:
     """Formats rows as tables, one for each model, layout and number of devices."""
-    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-    for row in measured:
-        groups.setdefault(_group(row), []).append(row)
     parts = []
-    for (model, layout, devices), members in groups.items():
-        first = members[0]
-        good = [row for row in members if "error" not in row]
-        lines = [
+    for (model, layout, devices), group in itertools.groupby(measured, _group):
+        first, *_ = members = list(group)
+        title = (
             f"{model}, {layout}, {devices} device{'s' * (devices > 1)}: "
             f"{first['parameters']:,} parameters in {first['leaves']} leaves"
-        ]
-        if good:
-            lines.append(output.aligned([_HEADER, *map(_cells, good)]))
-        lines += output.failures(members)
-        lines += [f"{row['name']}: with {row['patched']}" for row in good if "patched" in row]
+        )
+        lines = [output.section(title, _HEADER, _cells, members)]
+        lines += [f"{row['name']}: with {row['patched']}" for row in members if "patched" in row]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 

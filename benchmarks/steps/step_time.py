@@ -322,12 +322,19 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Groups rows by model and layout, in order of appearance."""
-    grouped: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        grouped.setdefault((row["model"], row["layout"]), []).append(row)
-    return grouped
+def _training_cells(row: Row) -> list[str]:
+    return [
+        row["name"],
+        output.cell(row, "ms", ".2f"),
+        f"{row['ms_min']:.2f}..{row['ms_max']:.2f}",
+        output.cell(row, "percent_over_sgd", "+.2f"),
+        output.cell(row, "percent_over_adamw", "+.2f"),
+        output.cell(row, "share_of_matmul", ".2f"),
+    ]
+
+
+def _group(row: Row) -> tuple[str, str]:
+    return row["model"], row["layout"]
 
 
 def text(tree: Mapping[str, Any]) -> str:
@@ -341,31 +348,14 @@ def text(tree: Mapping[str, Any]) -> str:
         f"Copy {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, bfloat16 products "
         f"{ceilings['bfloat16_matmul_flop_per_second'] / 1e12:.2f} TFLOP/s, both measured here."
     ]
-    for (model, layout), rows in groups(tree["rows"]).items():
-        first = rows[0]
-        good = [row for row in rows if "error" not in row]
-        table = output.aligned([_HEADER, *map(_cells, good)]) if good else ""
+    for (model, layout), group in itertools.groupby(tree["rows"], _group):
+        first, *_ = rows = list(group)
         title = f"{model}, {layout}: {first['parameters']:,} parameters in {first['leaves']} leaves"
-        parts.append("\n".join(filter(None, [title, table, *output.failures(rows)])))
-    if tree["training"]:
+        parts.append(output.section(title, _HEADER, _cells, rows))
+    if rows := tree["training"]:
         header = ["training step", "ms", "range", "% over sgd", "% over adamw", "of matmul"]
-        good = [row for row in tree["training"] if "error" not in row]
-        cells = [
-            [
-                row["name"],
-                output.cell(row, "ms", ".2f"),
-                f"{row['ms_min']:.2f}..{row['ms_max']:.2f}",
-                output.cell(row, "percent_over_sgd", "+.2f"),
-                output.cell(row, "percent_over_adamw", "+.2f"),
-                output.cell(row, "share_of_matmul", ".2f"),
-            ]
-            for row in good
-        ]
-        first = tree["training"][0]
-        title = f"{first['parameters']:,} parameters, {first['tokens']:,} tokens a step"
-        parts.append(
-            "\n".join([title, output.aligned([header, *cells]), *output.failures(tree["training"])])
-        )
+        title = f"{rows[0]['parameters']:,} parameters, {rows[0]['tokens']:,} tokens a step"
+        parts.append(output.section(title, header, _training_cells, rows))
     return "\n\n".join(parts)
 
 
@@ -387,8 +377,8 @@ def plot(tree: Mapping[str, Any], path: pathlib.Path) -> None:
         raise ValueError("Expected rows with figures to draw, got none. Measure some first.")
     if not all("share_of_floor" in row for row in measured):
         raise ValueError("Expected rows with `share_of_floor`, got others: not of step_time.")
-    drawn = groups(measured)
-    heights = [1.0 + 0.28 * len(rows) for rows in drawn.values()]
+    drawn = [(key, list(group)) for key, group in itertools.groupby(measured, _group)]
+    heights = [1.0 + 0.28 * len(rows) for _, rows in drawn]
     figure, axes = plt.subplots(
         nrows=len(drawn),
         figsize=(7.5, sum(heights)),
@@ -397,7 +387,7 @@ def plot(tree: Mapping[str, Any], path: pathlib.Path) -> None:
         gridspec_kw={"height_ratios": heights},
         layout="constrained",
     )
-    for ax, ((model, layout), rows) in zip(axes[:, 0], drawn.items(), strict=True):
+    for ax, ((model, layout), rows) in zip(axes[:, 0], drawn, strict=True):
         names = [row["name"] for row in rows]
         moved = [row["share_of_floor"] for row in rows]
         multiplied = [row.get("share_of_matmul", 0.0) for row in rows]
