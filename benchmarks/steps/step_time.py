@@ -33,7 +33,7 @@ from matplotlib import pyplot as plt
 
 from benchmarks import command, gpt2_shapes, output
 from benchmarks.steps import floors, step_candidates, step_loop, timing, torch_peers, train_step
-from benchmarks.training.models import GPTConfig, Work, attention_implementation
+from benchmarks.training.models import GPTConfig, Work, add_compute_flags, attention_implementation
 
 _TRAINED = ("adamw", "mars", "mars_m", "muon")
 Row = dict[str, Any]
@@ -75,13 +75,7 @@ def parser() -> command.Flags:
         default=16,
         help="windows of a forward and backward pass",
     )
-    group.add_argument(
-        "--attention",
-        choices=["auto", "cudnn", "xla"],
-        default="auto",
-        help="who computes it; auto is cuDNN on a GPU if it can",
-    )
-    group.add_argument("--remat", type=bool, default=False, help="compute activations twice")
+    add_compute_flags(group)
     return parser
 
 

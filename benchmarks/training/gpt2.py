@@ -65,13 +65,7 @@ def add_sizes(group: Any) -> None:
         group.add_argument(f"--{name}", type=command.whole(1, _LARGEST_SIZE), help=meaning)
     group.add_argument("--layers", type=command.whole(1, 1000), help="number of blocks")
     study.add_dtype(group)
-    group.add_argument(
-        "--attention",
-        choices=["auto", "cudnn", "xla"],
-        default="auto",
-        help="who computes it; 'auto' is cuDNN on a GPU if it can",
-    )
-    group.add_argument("--remat", action="store_true", help="compute activations twice")
+    models.add_compute_flags(group)
 
 
 def add_training(group: Any) -> None:

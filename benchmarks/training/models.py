@@ -220,6 +220,17 @@ class Work:
         return self.tokens * (6 * parameters + attention)
 
 
+def add_compute_flags(group: Any) -> None:
+    """Adds the flags of how a model is computed to a group of flags."""
+    group.add_argument(
+        "--attention",
+        choices=["auto", "cudnn", "xla"],
+        default="auto",
+        help="who computes it; auto is cuDNN on a GPU if it can",
+    )
+    group.add_argument("--remat", action="store_true", help="compute activations twice")
+
+
 def attention_implementation(choice: str, backend: str) -> str:
     """Decides how attention is computed.
 
