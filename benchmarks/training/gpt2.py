@@ -228,14 +228,11 @@ class Language:
     def init(self, cells: Sequence[grid.Cell]) -> dict[str, Any]:
         """Makes parameters and state; a seed's parameters are the same for every optimizer."""
         transformation = self._optimizer.transformation(optax.constant_schedule(0.0))
-        every = [
-            nnx.state(models.GPT(self._work.config, rngs=nnx.Rngs(cell.seed)), nnx.Param)
-            for cell in cells
-        ]
-        params = study.stacked(every)
-        init = transformation.init if len(cells) == 1 else jax.vmap(transformation.init)
-        state: dict[str, Any] = {"params": params, "opt_state": init(params)}
-        return dict(jax.device_put(state, self._everywhere))
+        every = []
+        for cell in cells:
+            params = nnx.state(models.GPT(self._work.config, rngs=nnx.Rngs(cell.seed)), nnx.Param)
+            every.append({"params": params, "opt_state": transformation.init(params)})
+        return dict(jax.device_put(study.stacked(every), self._everywhere))
 
     def advance(
         self, state: dict[str, Any], step: int, cells: Sequence[grid.Cell]

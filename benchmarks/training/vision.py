@@ -211,10 +211,10 @@ class Vision:
         every = []
         for cell in cells:
             model = models.image_model(self._config, nnx.Rngs(cell.seed))
-            every.append(nnx.state(model, nnx.Param, nnx.BatchStat))
-        params, stats = study.stacked(every)
-        init = transformation.init if len(cells) == 1 else jax.vmap(transformation.init)
-        return {"params": params, "stats": stats, "opt_state": init(params)}
+            params, stats = nnx.state(model, nnx.Param, nnx.BatchStat)
+            opt_state = transformation.init(params)
+            every.append({"params": params, "stats": stats, "opt_state": opt_state})
+        return dict(study.stacked(every))
 
     def advance(
         self, state: dict[str, Any], step: int, cells: Sequence[grid.Cell]
