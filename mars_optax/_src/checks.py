@@ -184,8 +184,7 @@ def exact_arguments(params: Any, extra_args: Mapping[str, Any]) -> None:
         "Call `update(grads, state, params, grad_fn=grad_fn)` with a function that maps parameters "
         "to gradients of this step's batch."
     )
-    grad_fn = extra_args.get("grad_fn")
-    if not callable(grad_fn):
+    if not callable(grad_fn := extra_args.get("grad_fn")):
         raise ValueError(f"`grad_fn`: expected a function, got {grad_fn!r}. {advice}")
     if params is None:
         raise ValueError(f"`params`: expected the parameters, got None. {advice}")

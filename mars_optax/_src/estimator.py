@@ -329,9 +329,5 @@ def _stored(updates: optax.Updates, state: Any) -> dict[str, Any]:
 
 def _scales(params: optax.Params, dtype: Any) -> Any:
     """The scales of 8-bit buffers of zeros: made as in every later step, they lie as those do."""
-
-    def on_leaf(p: Any) -> jax.Array:
-        storage = precision.storage_dtype(p, dtype)
-        return quantization.quantize(trees.zeros_like(p, storage), storage)[1]
-
-    return jax.tree.map(on_leaf, params)
+    zeros = trees.zeros(params, dtype)
+    return jax.tree.map(lambda x: quantization.quantize(x, x.dtype)[1], zeros)

@@ -37,11 +37,8 @@ def map_unzip(
 
 def zeros(params: Any, dtype: Any = None, *, averages_squares: bool = False) -> Any:
     """A buffer of zeros for each parameter, in its storage dtype."""
-
-    def on_leaf(p: Any) -> jax.Array:
-        return zeros_like(p, precision.storage_dtype(p, dtype, averages_squares=averages_squares))
-
-    return jax.tree.map(on_leaf, params)
+    how: Any = {"dtype": dtype, "averages_squares": averages_squares}
+    return jax.tree.map(lambda p: zeros_like(p, precision.storage_dtype(p, **how)), params)
 
 
 def zeros_like(p: Any, dtype: Any) -> jax.Array:

@@ -143,10 +143,9 @@ def ignore_absent_gradients(
 
         def choose(node: Any, old: Any) -> Any:
             """The previous gradients of `old` where there is none now, else those of `node`."""
+            names = ("prev_grad", "prev_grad_scale")
             mapped = functools.partial(jax.tree_util.tree_map_with_path, on_leaf)
-            prev_grad = mapped(node.prev_grad, old.prev_grad)
-            prev_grad_scale = mapped(node.prev_grad_scale, old.prev_grad_scale)
-            return node._replace(prev_grad=prev_grad, prev_grad_scale=prev_grad_scale)
+            return node._replace(**{x: mapped(getattr(node, x), getattr(old, x)) for x in names})
 
         # With a previous gradient of 0 the correction of a gradient of 0 is 0.
         def without(node: Any) -> Any:
