@@ -1,7 +1,6 @@
 """Checks of arguments and the wording of their errors: expected, got, what to do.
 
-A number is checked only where it is one when the transformation is built: an array or a tracer, as
-`optax.inject_hyperparams` and `jax.vmap` pass them, has no value yet.
+The range of a number is checked. An array may be traced, without a value yet: its dtype is checked.
 """
 
 import functools
@@ -27,11 +26,14 @@ def is_zero(value: Any) -> bool:
 
 
 def number(name: str, value: Any, *, or_schedule: bool = False) -> None:
-    """A number, an array of rank 0 or, where allowed, a schedule, of any value."""
+    """A real number, also as an array of rank 0, or, where allowed, a schedule, of any value."""
     is_schedule = or_schedule and callable(value) and not isinstance(value, type)
-    if not (is_schedule or _is_number(value) or (isinstance(value, _ARRAYS) and value.ndim == 0)):
-        kinds = f"a number or an array of rank 0{', or a schedule of these' if or_schedule else ''}"
-        raise TypeError(f"`{name}`: expected {kinds}, got {value!r}. Pass {kinds}.")
+    is_scalar = isinstance(value, _ARRAYS) and value.ndim == 0 and not jnp.iscomplexobj(value)
+    is_real = _is_number(value) or (is_scalar and jnp.issubdtype(value.dtype, jnp.number))
+    if not (is_schedule or is_real):
+        kinds = "a real number or a real array of rank 0" + ", or a schedule of these" * or_schedule
+        call = f", or call the class: `{value.__name__}()`" if isinstance(value, type) else ""
+        raise TypeError(f"`{name}`: expected {kinds}, got {value!r}. Pass {kinds}{call}.")
 
 
 scalar_or_schedule = functools.partial(number, or_schedule=True)

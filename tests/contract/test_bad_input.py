@@ -66,6 +66,13 @@ VALUES = (
         )
         for shape in ((1,), (3, 4))
     ),
+    # Arrays of rank 0 that are no real numbers.
+    *(
+        Bad(name, np.asarray(value), ("a real array of rank 0", str(value)))
+        for name in ("learning_rate", "gamma", "b1", "b2", "eps", "max_norm")
+        for value in (True, 0.5j)
+    ),
+    Bad("gamma", mars_optax.AdaptiveGamma, ("call the class: `AdaptiveGamma()`",)),
     Bad("ns_coeffs", "cubic", ("quintic", "polar_express", "cubic")),
     Bad("ns_coeffs", (1.0, 2.0), ("2",)),
     Bad("ns_coeffs", ((1.0, 2.0), (3.0, 4.0)), ("2",)),
@@ -121,7 +128,7 @@ class ArgumentTest(parameterized.TestCase):
 
     @parameterized.product(
         argument=["learning_rate", "learning_rate_1d", "weight_decay", "gamma", "alpha"],
-        value=[np.ones(1, np.float32), np.ones((3, 4), np.float32), None],
+        value=[np.ones(1, np.float32), np.ones((3, 4), np.float32), None, np.bool_(True), 1j],
     )
     def test_what_a_schedule_returns_is_refused_at_the_step(self, argument: str, value: Any):
         correction = {"gamma": "storm", "alpha": "svrg"}.get(argument, "approx")
@@ -134,7 +141,7 @@ class ArgumentTest(parameterized.TestCase):
             )
 
     @parameterized.parameters("learning_rate", "gamma", "b1")
-    def test_traced_arrays_are_refused_unless_of_rank_0(self, argument: str):
+    def test_traced_arrays_are_refused_unless_real_and_of_rank_0(self, argument: str):
         params = {"kernel": jnp.ones((3, 4))}
 
         def init(x: Any) -> Any:
@@ -142,7 +149,11 @@ class ArgumentTest(parameterized.TestCase):
 
         with self.assertRaisesRegex(TypeError, f"`{argument}`: expected .* rank 0"):
             jax.eval_shape(init, jnp.full(4, 0.1))
-        jax.eval_shape(jax.vmap(init), jnp.full(4, 0.1))
+        for dtype in (bool, jnp.complex64):
+            with self.assertRaisesRegex(TypeError, f"`{argument}`: expected .* a real array"):
+                jax.eval_shape(jax.vmap(init), jnp.ones(4, dtype))
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32):
+            jax.eval_shape(jax.vmap(init), jnp.full(4, 0.1, dtype))
 
     @parameterized.parameters(*_OPTIMIZERS, *_DIRECTIONS)
     def test_pallas_is_refused_rather_than_replaced(self, name: str):

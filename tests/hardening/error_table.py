@@ -232,9 +232,9 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         BUILT,
-        "A learning rate, another number or (at `update`) what a schedule returns is no number, or "
-        "an array of rank 1 or more.",
-        "Such an array would broadcast over each leaf. For a rate of each leaf use "
+        "A learning rate, another number or (at `update`) what a schedule returns is no real "
+        "number, or an array of bools, of complex numbers, or of rank 1 or more.",
+        "An array of rank 1 or more would broadcast over each leaf. For a rate of each leaf use "
         "`optax.partition`, for one of each member of an ensemble `jax.vmap`.",
         "got '0.1'",
         _later(_mars, "0.1"),
