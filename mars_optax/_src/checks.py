@@ -195,8 +195,13 @@ def exact_arguments(params: Any, extra_args: Mapping[str, Any]) -> None:
 def anchor(updates: Any, extra_args: Mapping[str, Any]) -> None:
     """The gradients of a new anchor, where `update` gets one, are those of the parameters."""
     given, flag = extra_args.get("anchor_grad"), extra_args.get("refresh_anchor", True)
-    if given is not None or "refresh_anchor" in extra_args:
+    if given is not None:
         gradients(given, updates, "the gradients", "anchor_grad")
+    elif "refresh_anchor" in extra_args:
+        raise ValueError(
+            "`anchor_grad`: expected gradients for the anchor beside `refresh_anchor`, got None. "
+            "Call `update(..., anchor_grad=grads, refresh_anchor=flag)`, or pass neither."
+        )
     kind = getattr(flag, "dtype", type(flag))
     if getattr(flag, "shape", ()) or kind not in (bool, jnp.dtype(bool)):
         raise TypeError(

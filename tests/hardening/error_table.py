@@ -473,8 +473,7 @@ EXAMPLES: tuple[Example, ...] = (
         GRADS,
         "The tree of the gradients (the result of `grad_fn`, `anchor_grad`, updates) has other "
         "leaves.",
-        "The message names the first leaf that is missing, or not expected; `refresh_anchor` needs "
-        "an `anchor_grad`.",
+        "The message names the first leaf that is missing, or not expected.",
         "got no leaf 'layer/bias'",
         lambda: _update(_mars(0.1), grads={"layer": {"kernel": jnp.ones((3, 4))}}),
     ),
@@ -525,6 +524,14 @@ EXAMPLES: tuple[Example, ...] = (
         lambda: _scale(**_EXACT).update(
             _params(), _scale(**_EXACT).init(_params()), grad_fn=lambda p: p
         ),
+    ),
+    Example(
+        GRADS,
+        "`refresh_anchor` is given, and no `anchor_grad`.",
+        "Gradients at the present parameters, for example of all data: "
+        "[anchors](maths.md#anchors).",
+        "got None",
+        lambda: _update(_correct(correction="svrg"), grad_fn=lambda p: p, refresh_anchor=True),
     ),
     Example(
         GRADS,

@@ -383,7 +383,7 @@ class BadInputTest(EstimatorTestCase):
             ({"anchor_grad": {"kernel": params["kernel"]}}, "`anchor_grad`.*no leaf 'bias'"),
             ({"anchor_grad": codes}, "`anchor_grad`: expected a real.*'kernel'.*got dtype int32"),
             ({"anchor_grad": optax.tree.cast(params, "complex64")}, "`anchor_grad`.*complex64"),
-            ({"refresh_anchor": True}, "`anchor_grad`.*got no leaf 'bias'"),
+            ({"refresh_anchor": True}, "`anchor_grad`.*got None. Call .*anchor_grad="),
             ({"anchor_grad": params, "refresh_anchor": jnp.ones(3, bool)}, "`refresh_anchor`"),
             ({"anchor_grad": params, "refresh_anchor": 1}, "`refresh_anchor`.*got 1"),
         ):
