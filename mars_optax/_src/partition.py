@@ -136,7 +136,8 @@ def _check_leaves(spec: Any) -> None:
             raise TypeError(
                 "`weight_dimension_numbers`: expected a `MuonDimensionNumbers`, a tree of them "
                 f"and None, or a function of the parameters, got {leaf!r}{where}. Pass "
-                "`optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis)`."
+                "`MuonDimensionNumbers(reduction_axis, output_axis)`; under "
+                "`optax.inject_hyperparams`, name the argument in `static_args`."
             )
 
 
@@ -291,7 +292,8 @@ def dimension_numbers_by_path(
             if not any(pattern.search(path) for path in paths):
                 raise ValueError(
                     f"`rules`: expected every rule to match a leaf, got {pattern.pattern!r}, which "
-                    f"matches none of {paths}. Correct it, or leave it out."
+                    f"matches none of {paths}. Correct it, or leave it out. Under "
+                    "`optax.inject_hyperparams`, name `weight_dimension_numbers` in `static_args`."
                 )
 
         def of_leaf(key: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:

@@ -115,6 +115,12 @@ class InjectTest(parameterized.TestCase):
         corrected, _ = tx.update(grads, state, params)
         np.testing.assert_allclose(corrected["w"], 2.0, rtol=1e-6)
 
+    def test_rules_by_path_are_to_be_static(self):
+        rules = mars_optax.dimension_numbers_by_path([("kernel", None)])
+        tx = optax.inject_hyperparams(mars_optax.mars)(0.1, weight_dimension_numbers=rules)
+        with self.assertRaisesRegex(ValueError, "name `weight_dimension_numbers` in `static_args`"):
+            tx.init({"kernel": jnp.ones((3, 4))})
+
     @parameterized.named_parameters(
         *registry.select("optimizer", core=True, contracts=["rounding"])
     )
