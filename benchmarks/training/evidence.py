@@ -8,7 +8,8 @@ writes all that is shown: the tables of `TABLES` beside their JSON files, and th
     python -m benchmarks.training.evidence runs/gpt2/results.json --tables=main,mars/gamma
 
 writes `results.md` and a picture for each table beside the file. Rows whose runs are not all there
-are left out, and named with the reason. Of results of `large_batch`, one file for each batch size:
+are left out, and named with the reason. Of results of `large_batch`, one file for each batch size,
+over which they are compared:
 
     python -m benchmarks.training.evidence runs/large_batch/batch_*/results.json --out=runs \
         --pairs=mars/nadamw,mars_m/muon
@@ -31,6 +32,7 @@ from benchmarks.training import (
     gpt2,
     grid,
     language_model,
+    large_batch,
     optimizers,
     report,
     vision,
@@ -39,6 +41,7 @@ from benchmarks.training import (
 DOMAINS = {
     "gpt2": gpt2.DOMAIN,
     "language_model": language_model.DOMAIN,
+    "large_batch": large_batch.DOMAIN,
     "vision": vision.DOMAIN,
 }
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
@@ -49,8 +52,11 @@ LARGE_BATCH_FILES = (RESULTS / "large_batch_h200.md", IMAGES / "large_batches.pn
 
 # The recorded results whose tables are shown, and these.
 TABLES: Mapping[str, Sequence[str]] = {
+    "gpt2_33m_1000_h200": ("mars_m/iterations",),
     "gpt2_33m_4000_h200": ("averages", "main", "momenta", "parts", "mars/gamma", "mars_m/gamma"),
     "gpt2_33m_8000_h200": ("all",),
+    "gpt2_small_572_h200": ("all",),
+    "mars_m_gamma_524288_h200": ("all",),
     "vision_resnet18_12_h200": ("main", "mars/gamma", "mars_m/gamma", "mars/convolutions"),
     "vision_vit_20_h200": ("all",),
 }
@@ -130,6 +136,13 @@ PICTURES: Mapping[str, Sequence[Shown]] = {
                 "nadamw": "Nesterov AdamW",
                 "mars:gamma=0.1": "MARS, gamma 0.1",
             },
+        ),
+    ],
+    "gpt2_small": [
+        Shown(
+            "gpt2_small_572_h200",
+            "GPT-2 small, one seed: validation loss, nats per token",
+            {"adamw:b2=0.99": "AdamW", "mars_m:b2_1d=0.99": "MARS-M"},
         ),
     ],
     "learning_rates": [
@@ -412,7 +425,7 @@ def parser() -> command.Flags:
     flags = command.Flags(
         "training.evidence",
         __doc__,
-        files=f"results.json of {', '.join(DOMAINS)}, or of large_batch; by default all shown",
+        files=f"results.json of {', '.join(DOMAINS)}; by default all shown",
     )
     flags.add_argument(
         "--tables", type=command.listed, help="names of tables, by default main, or all"

@@ -76,7 +76,7 @@ class RecordedTest(parameterized.TestCase):
         known = set()
         for stem in evidence.TABLES:
             tree = evidence.read(evidence.RESULTS / f"{stem}.json")
-            domain, digits = (evidence.DOMAINS[tree["name"]], 3 if tree["name"] == "gpt2" else 2)
+            domain, digits = (evidence.DOMAINS[tree["name"]], 2 if tree["name"] == "vision" else 3)
             names = dict.fromkeys(record["optimizer"] for record in tree["records"])
             found, _ = evidence.summarize(
                 tree, [optimizers.parse_optimizer(name, domain) for name in names]
