@@ -16,6 +16,7 @@ INCLUDED_BY = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/results/gpt2_33m_1000_h200.md": "evidence.md",
     "benchmarks/results/gpt2_33m_4000_h200.md": "evidence.md",
     "benchmarks/results/gpt2_33m_8000_h200.md": "evidence.md",
     "benchmarks/results/vision_resnet18_12_h200.md": "evidence.md",

@@ -37,6 +37,18 @@ def summary(name: str, losses: list[float], *, rate: float = 1e-3) -> report.Sum
     return report.summarize(runs)[0]
 
 
+def recorded(stem: str) -> set[str]:
+    """The losses of a file as pages write them: mean, lowest and highest over seeds."""
+    tree = evidence.read(evidence.RESULTS / f"{stem}.json")
+    domain, digits = (evidence.DOMAINS[tree["name"]], 2 if tree["name"] == "vision" else 3)
+    names = dict.fromkeys(record["optimizer"] for record in tree["records"])
+    found, _ = evidence.summarize(
+        tree, [optimizers.parse_optimizer(name, domain) for name in names]
+    )
+    values = [v for each in found for v in (each.loss, min(each.losses), max(each.losses))]
+    return {f"{value:.{digits}f}" for value in values}
+
+
 class RecordedTest(parameterized.TestCase):
     @parameterized.parameters(*evidence.TABLES)
     def test_tables_are_those_of_the_results(self, name: str):
@@ -73,22 +85,24 @@ class RecordedTest(parameterized.TestCase):
             self.assertLessEqual(max(row.count(" | ") for row in rows), 4, page.name)
 
     def test_losses_and_errors_of_the_evidence_are_recorded(self):
-        known = set()
-        for stem in evidence.TABLES:
-            tree = evidence.read(evidence.RESULTS / f"{stem}.json")
-            domain, digits = (evidence.DOMAINS[tree["name"]], 2 if tree["name"] == "vision" else 3)
-            names = dict.fromkeys(record["optimizer"] for record in tree["records"])
-            found, _ = evidence.summarize(
-                tree, [optimizers.parse_optimizer(name, domain) for name in names]
-            )
-            for each in found:
-                values = (each.loss, min(each.losses), max(each.losses))
-                known |= {f"{value:.{digits}f}" for value in values}
+        known = set().union(*map(recorded, evidence.TABLES))
         page = (_ROOT / "docs" / "evidence.md").read_text().split("## What others find")[0]
         rows = "\n".join(re.findall(r"^\|.*\|$", page, re.MULTILINE))
         told = set(re.findall(r"(?<![-+.\d])(?:4\.\d{3}|3\.9\d{2}|\d{1,2}\.\d{2})(?![\d)])", rows))
         self.assertGreater(len(told), 60)
         self.assertEmpty(told - known - {"0.05", "0.95", "0.99"})
+
+    def test_losses_of_the_further_questions_are_recorded(self):
+        known = recorded("large_batch_524288_h200") | recorded("mars_m_gamma_524288_h200")
+        known |= recorded("gpt2_small_572_h200")
+        small = evidence.read(evidence.RESULTS / "gpt2_small_572_h200.json")
+        known |= {f"{record['train_loss'][-1]:.3f}" for record in small["records"]}
+        page = (_ROOT / "docs" / "large_batches.md").read_text()
+        answers = page.split("## What came of them")[1].split("<details>")[0]
+        rows = "\n".join(re.findall(r"^\|.*\|$", answers, re.MULTILINE))
+        told = re.findall(r"\b[34]\.\d{3}\b", rows)
+        self.assertLen(told, 13)
+        self.assertEmpty(set(told) - known)
 
     def test_the_readmes_table_has_the_recorded_numbers(self):
         text = (_ROOT / "README.md").read_text()
