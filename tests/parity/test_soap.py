@@ -9,6 +9,8 @@ transcription's bases are put in the state after the first step.
 
 import functools
 import logging
+import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from absl.testing import absltest, parameterized
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
+from mars_optax._src import mesh
 from mars_optax._src.variants import soap
 from tests.support import trees
 
@@ -340,6 +343,11 @@ class RangeTest(parameterized.TestCase):
             trees.assert_equal(*directions)
 
 
+def _program(x):
+    # JAX remembers what it traced.
+    return str(jax.make_jaxpr(lambda x: soap._orthogonal(x))(x))
+
+
 class ExecutionTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -406,6 +414,21 @@ class ExecutionTest(parameterized.TestCase):
         self.assertEqual(
             program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)"), products
         )
+
+    def test_no_decomposition_is_of_many_large_matrices_at_once(self):
+        x = jax.random.normal(jax.random.key(0), (5, 300, 300))
+        self.enter_context(mock.patch.object(mesh, "is_one_device", return_value=True))
+        self.enter_context(mock.patch.object(jax, "default_backend", return_value="gpu"))
+        # JAX's rule for the routine that is slow on them.
+        sizes = re.findall(r"f32\[([0-9]+),300,300\] = qr\[", _program(x))
+        self.assertCountEqual(sizes, ["2", "1"])
+        self.assertTrue(all(300 // int(size) > 128 for size in sizes))
+        trees.assert_equal(soap._orthogonal(x), jnp.linalg.qr(x)[0])
+        for shape in ((5, 256, 256), (2, 300, 300)):
+            self.assertNotIn("scan", _program(jnp.ones(shape)))
+        # The parts of a sharded stack stay where they are.
+        mesh.is_one_device.return_value = False
+        self.assertNotIn("scan", _program(x))
 
     @parameterized.parameters("bfloat16", "float16", "float32", "float64", "complex64")
     def test_the_types_of_the_state_stay(self, dtype):

@@ -20,6 +20,8 @@ from mars_optax._src.variants import adamw
 
 # Entries in the bases are damped below so many units of rounding of their root mean square.
 _NOISE: Final = 2**13
+# Sides up to which a stack of matrices is decomposed by one call, as tiny ones are to be: a guess.
+_TINY: Final = 256
 _ABSENT: Final[Any] = np.zeros((0, 0, 0), np.float32)
 
 
@@ -176,6 +178,19 @@ def _rotated(x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
     return _matmul(x, right) if right.size else x
 
 
+def _orthogonal(x: jax.Array) -> jax.Array:
+    """The first factor of the QR decomposition of each matrix of a stack."""
+    sides, together = x.shape[-1], max(1, x.shape[-1] // 129)
+    # On GPUs JAX gives a stack with rows / slices <= 128 to a routine for tiny matrices.
+    is_whole = mesh.is_local(x) and mesh.explicit(x) is None and jax.default_backend() == "gpu"
+    is_slow = sides > _TINY and together < len(x) and is_whole
+
+    def one(x: jax.Array) -> jax.Array:
+        return jnp.linalg.qr(x)[0]
+
+    return jax.lax.map(one, x, batch_size=together) if is_slow else one(x)
+
+
 @jax.jit
 def _changed(rows: Any, count: jax.Array, frequency: int) -> Any:
     """Rows (nu, left, right, left_basis, right_basis) after the change of bases, if it is due.
@@ -196,7 +211,7 @@ def _changed(rows: Any, count: jax.Array, frequency: int) -> Any:
                 sizes = jnp.sum(jnp.real(jnp.conj(basis) * image), axis=1, keepdims=True)
                 # QR keeps the span of the first columns: those of large eigenvalues are to be so.
                 order = jnp.argsort(-sizes, axis=2)
-                basis = jnp.linalg.qr(jnp.take_along_axis(image, order, axis=2))[0]
+                basis = _orthogonal(jnp.take_along_axis(image, order, axis=2))
                 order = order if side else jnp.swapaxes(order, 1, 2)
                 nu = jnp.take_along_axis(nu, order, axis=1 + side)
             bases.append(basis)
