@@ -70,9 +70,12 @@ Args:
     (``second_moment="gradient"``, or ``optimize_1d=False`` of :func:`mars_shampoo`), and a gamma
     that is a Python number or a schedule (under :func:`optax.inject_hyperparams` with
     ``static_args="gamma"``: of an array, the next step's value is not known).
-  implementation: What executes norms and the elementwise part: ``"xla"``; ``"pallas"``, kernels for
-    Hopper GPUs and (norms aside) TPUs; or None, which takes kernels in :func:`fused_step` of
-    :func:`mars` and :func:`mars_lion`, where they were measured to be faster, and XLA elsewhere.
+  implementation: What executes norms, Newton-Schulz and the elementwise part: ``"xla"``;
+    ``"pallas"``, kernels for Hopper GPUs and (the elementwise part alone) TPUs; or None, which
+    takes them where they were measured to be faster, and XLA elsewhere: on Hopper GPUs with JAX
+    0.11, in a compiled program, for Newton-Schulz in 16 bits of matrices whose shorter side is
+    576 or more, and, of :func:`mars` and :func:`mars_lion` on one GPU, for the norms of large
+    matrices and, in :func:`fused_step`, small leaves.
   ns_steps: Newton-Schulz iterations, an integer >= 0; 0 leaves the matrix over its Frobenius norm.
   ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
   ns_dtype: The dtype of the iteration.

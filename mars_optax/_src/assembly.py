@@ -54,7 +54,7 @@ def optimizer(
     sample = make(weight_dimension_numbers=None)
     # Where captured functions are made anew, as by Equinox, attributes are lost.
     source, default = sample.estimator, sample.default
-    has_momentum = getattr(sample.kept, "mu", False)
+    has_momentum, has_inner = (getattr(sample.kept, x, False) for x in ("mu", "inner_state"))
     # `grad_fn` wants all parameters: where no single rule sees them, the optimizer keeps them.
     hands_over = vector_rule is not None and source.evaluates
     inner_correction = HandedOver(correction) if hands_over else correction
@@ -152,7 +152,8 @@ def optimizer(
 
     def step_fn(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
         by = settings.get("implementation", "xla")
-        pays = by is None and execute.kernels_are_faster(jax.tree.leaves(updates))
+        # Beside a preconditioner it is what `update` does, unless kernels are asked for.
+        pays = by is None and not has_inner and execute.kernels_are_faster(jax.tree.leaves(updates))
         if by != "pallas" and not pays:
             updates, state = update_fn(updates, state, params, **extra_args)
             return optax.apply_updates(params, updates), state

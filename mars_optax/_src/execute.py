@@ -8,9 +8,10 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from mars_optax._src import mesh
-from mars_optax._src.leaf import clipping
+from mars_optax._src.leaf import clipping, precision
 
 # (operands, factor, scalars) -> outputs, all elementwise; an absent factor is None.
 Elementwise = Callable[[tuple[Any, ...], Any, tuple[Any, ...]], tuple[Any, ...]]
@@ -116,18 +117,46 @@ def squares(
     return _divided("squares", fn, leaves, scalars, chosen, _squares_by_xla)
 
 
-def kernels_are_faster(operands: Sequence[Any]) -> bool:
+def newton_schulz(
+    iterated: Callable[..., jax.Array],
+    x: jax.Array,
+    table: jax.Array,
+    implementation: Any,
+    is_local: bool,
+) -> jax.Array:
+    """`iterated(x, table)` of a stack of matrices, perhaps with a `polynomial` made by kernels.
+
+    `is_local` says that the stack is all that one device has. "pallas" takes kernels on Hopper
+    GPUs for matrices of 16 bits, "xla" none, and None those measured to be faster.
+    """
+    on, is_wanted = jax.typeof(x).sharding.mesh, False
+    # Along automatic axes beside others no kernel can be told its part.
+    is_known = not any(on.shape[axis] > 1 for axis in mesh.axes_of(on, AxisType.Auto))
+    if is_local or (is_known and (mesh.is_local(x) or mesh.explicit(x) is not None)):
+        if implementation == "pallas":
+            is_wanted = can_run() and _kernels().has_products(x, is_interpreted())
+        elif implementation is None and kernels_are_faster([x], is_local):
+            is_wanted = _kernels().products_are_faster(x)
+    if not is_wanted:
+        return iterated(x, table)
+    result: jax.Array = _kernels().newton_schulz(iterated, x, table, is_interpreted())
+    return result
+
+
+def kernels_are_faster(operands: Sequence[Any], is_alone: bool = False) -> bool:
     """Whether this process runs on the one device for which kernels were measured to be faster.
 
     On several devices the leaves of a call would have to be sharded alike to be small and many.
-    Meshes with types, and the user's shard_map, do without also on one. Outside of a compiled
-    program each call would make its kernels anew.
+    Meshes with types, and the user's shard_map, do without also on one, unless the operands are
+    known to be a device's own. Outside of a compiled program each call would make its kernels anew.
+    Kernels read no memory of the host.
     """
     # Pallas changes from version to version: by default it is used where it was run.
     is_known = (0, 11) <= jax.__version_info__ < (0, 12)
-    is_one_gpu = jax.default_backend() == "gpu" and mesh.is_plain(operands)
+    is_one_gpu = jax.default_backend() == "gpu" and (is_alone or mesh.is_plain(operands))
     is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
-    return is_known and is_one_gpu and is_traced and can_run()
+    is_near = all(precision.host_memory_of(x) is None for x in operands)
+    return is_known and is_one_gpu and is_traced and is_near and can_run()
 
 
 def can_run() -> bool:

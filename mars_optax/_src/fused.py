@@ -17,9 +17,8 @@ def fused_step(
     r"""Updates the parameters: `optimizer.update` and :func:`optax.apply_updates` in one call.
 
     The result is the same, to the rounding of compiled sums. In a compiled program for one Hopper
-    GPU, with JAX 0.11, small leaves (biases, scales of norms) and the norms of matrices share
-    kernels in :func:`mars` and :func:`mars_lion`, where XLA launches one for each; beside
-    Newton-Schulz kernels were measured to cost time. With ``implementation="pallas"`` kernels
+    GPU, with JAX 0.11, small leaves (biases, scales of norms) share kernels in :func:`mars` and
+    :func:`mars_lion`, where XLA launches one for each. With ``implementation="pallas"`` kernels
     update every leaf of fewer than 2^31 elements, parameters and state in place. Elsewhere, and for
     any other optimizer, this is those two calls, which XLA fuses under :func:`jax.jit`.
 

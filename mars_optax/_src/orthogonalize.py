@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mars_optax._src import checks, in_shard_map, mesh, partition, reshard, stacks, types
+from mars_optax._src import checks, execute, in_shard_map, mesh, partition, reshard, stacks, types
 from mars_optax._src.leaf import newton_schulz, precision
 
 
@@ -25,6 +25,7 @@ class Orthogonalization:
     eps: Any = 1e-7
     fn: types.NewtonSchulzFn | None = None  # the user's function in its place
     prefix: str = "ns_"  # what the options' names begin with where the user gave them, for errors
+    implementation: types.Implementation | None = None
 
     def __post_init__(self) -> None:
         checks.steps(f"{self.prefix}steps", self.steps)
@@ -48,8 +49,15 @@ class Orthogonalization:
         is_known = isinstance(self.steps, int | np.integer)
         constants = [jnp.asarray(self.coeffs)] + ([] if is_known else [jnp.asarray(self.steps)])
 
-        def fn(stack: jax.Array, coeffs: jax.Array, steps: Any = self.steps) -> jax.Array:
-            return newton_schulz.iterated(stack, coeffs, steps, self.precision)
+        def fn(
+            stack: jax.Array, coeffs: jax.Array, steps: Any = self.steps, is_local: bool = False
+        ) -> jax.Array:
+            run = functools.partial(
+                newton_schulz.iterated, steps=steps, matmul_precision=self.precision
+            )
+            # Kernels have one precision.
+            by = self.implementation if is_known and self.precision is None else "xla"
+            return execute.newton_schulz(run, stack, coeffs, by, is_local)
 
         normalize = functools.partial(newton_schulz.normalized, eps=self.eps, dtype=self.dtype)
         normalized = [normalize(x, a.norm_axes) for x, a in rows]
@@ -101,6 +109,7 @@ def orthogonalize(
     eps: jax.typing.ArrayLike = 1e-7,
     precision: types.Precision = None,
     weight_dimension_numbers: types.WeightDimensionNumbers = None,
+    implementation: types.Implementation | None = None,
 ) -> jax.Array:
     r"""Brings all singular values of a matrix near 1 by Newton-Schulz iteration.
 
@@ -128,6 +137,7 @@ def orthogonalize(
       precision: Of the matrix products, as in :func:`jax.numpy.matmul`: the default computes
         float32 products in TF32 on some GPUs and in bfloat16 on TPUs.
       weight_dimension_numbers: :class:`optax.contrib.MuonDimensionNumbers`; other axes are batch.
+      implementation: As in :func:`mars_m`: ``"xla"``, ``"pallas"``, or None to choose.
 
     Returns:
       An array with the shape and dtype of `x`.
@@ -150,7 +160,9 @@ def orthogonalize(
       Polar Express <https://arxiv.org/abs/2505.16932>`_, 2025. Reference code:
       ``zeropower_via_newtonschulz5`` of https://github.com/AGI-Arena/MARS.
     """
-    options = Orthogonalization(steps, coeffs, dtype, precision, eps, prefix="")
+    checks.choice("implementation", implementation, (None, "xla", "pallas"))
+    how: Any = {"prefix": "", "implementation": implementation}
+    options = Orthogonalization(steps, coeffs, dtype, precision, eps, **how)
     x = jnp.asarray(x)
     if weight_dimension_numbers is None and x.ndim != 2:
         raise ValueError(

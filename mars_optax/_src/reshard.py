@@ -20,7 +20,8 @@ from mars_optax._src import mesh
 # 16 bits takes 2 m n bytes: at some 2000 operations in the time of a byte both are even at m = 200.
 SHORTEST_TO_DIVIDE: Final = 256
 
-# (stack, *constants) -> stack.
+# (stack, *constants, is_local=False) -> stack; `by_partitioner` says `is_local`, of what one device
+# has.
 StackFn = Callable[..., jax.Array]
 # The mesh axes that each axis of a stack is divided over.
 _Place = tuple[tuple[str, ...], ...]
@@ -114,7 +115,7 @@ def by_partitioner(
                 missing = -stack.shape[0] % _devices(on.shape, path[-1][0][len(path[0][0]) :])
                 resized = jnp.resize(stack, (stack.shape[0] + missing, *stack.shape[1:]))
                 stack = jax.lax.optimization_barrier(resized)
-                stack = _moved(fn(_moved(stack, path), *args[count:]), path[::-1])
+                stack = _moved(fn(_moved(stack, path), *args[count:], is_local=True), path[::-1])
                 for i, result in zip(group, split(stack, parts), strict=True):
                     results[i] = result
             return tuple(results)

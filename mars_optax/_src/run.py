@@ -66,6 +66,7 @@ def run_step(
     max_norm: Any,
     axes: Any,
     implementation: types.Implementation | None,
+    norms: types.Implementation | None = "xla",
     specs: Any = None,
     finish: Finish | None = None,
     **scalars: Any,
@@ -73,7 +74,8 @@ def run_step(
     """Runs `step` on every leaf, with arrays of at least float32 and the scalars.
 
     `estimate` is the estimator's, and `moments` are the moving averages, each a tree or None, the
-    momentum first. Norms are taken over each leaf's `axes`, inside a shard_map divided by `specs`.
+    momentum first. Norms, executed as `norms` says, are over each leaf's `axes`, inside a shard_map
+    divided by `specs`.
 
     Returns the directions in at least float32, or with `finish`, which is executed with the step,
     the new parameters; and the new moments in the dtypes of the old ones.
@@ -124,7 +126,7 @@ def run_step(
     outputs: list[Any] = [None] * len(table)
     clips: list[Any] = [None] * len(table)
     if max_norm is not None:
-        squares = _squares(updates, estimate, axes, (*moments, params), implementation)
+        squares = _squares(updates, estimate, axes, (*moments, params), norms)
         squares = in_shard_map.sum_parts(squares, updates, axes, specs)
         bounds = [precision.upcast_scalar(max_norm, x.dtype) for x in squares]
         clips = list(map(clipping.factor_of_squares, squares, bounds))

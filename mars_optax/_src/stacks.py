@@ -21,9 +21,10 @@ def map_stacks(
 ) -> list[jax.Array]:
     """Applies a function of a stack of matrices to the matrices of leaves, sharded as they were.
 
-    `fn` makes of a stack (slices, short, long) and `constants`, which every device has, a stack of
-    that shape, each matrix on its own; zeros stay zeros. Leaves of both orientations share a
-    stack, and `axes` says of each which are those of its matrices. `fn` must capture no array.
+    `fn`, a `reshard.StackFn`, makes of a stack (slices, short, long) and `constants`, which every
+    device has, a stack of that shape, each matrix on its own; zeros stay zeros. Leaves of both
+    orientations share a stack, and `axes` says of each which are those of its matrices. `fn` must
+    capture no array.
     """
     stacks = [_stack(x, a) for x, a in zip(leaves, axes, strict=True)]
     groups: dict[Any, list[int]] = {}

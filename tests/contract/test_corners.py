@@ -137,7 +137,7 @@ class OwnDtypesTest(parameterized.TestCase):
 class NumbersTest(parameterized.TestCase):
     @parameterized.parameters("learning_rate", "weight_decay")
     def test_none_is_no_rate(self, name):
-        with self.assertRaisesRegex(TypeError, f"`{name}`: expected a number.*got None"):
+        with self.assertRaisesRegex(TypeError, f"`{name}`: expected a real number.*got None"):
             mars_optax.mars_m(**{"learning_rate": 0.1, name: None})
 
     @parameterized.parameters(0, 0.0, np.float32(0), np.int64(0))
@@ -148,7 +148,7 @@ class NumbersTest(parameterized.TestCase):
         self.assertEqual(updates["bias"].shape, (2,))
 
     def test_a_class_is_no_schedule(self):
-        with self.assertRaisesRegex(TypeError, "`gamma`: expected a number .*class"):
+        with self.assertRaisesRegex(TypeError, "`gamma`: expected a real number .*call the class"):
             mars_optax.mars(0.1, gamma=mars_optax.AdaptiveGamma)
 
     def test_bounds_of_gamma_that_are_no_numbers(self):

@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "kernels.tiling",
         "partition",
     ),
-    ("kernels.mosaic_gpu", "kernels.mosaic_tpu"),
+    ("kernels.mosaic_gpu", "kernels.mosaic_tpu", "kernels.symmetric"),
     ("kernels.calls",),
     ("execute",),
     ("estimator", "reshard", "run"),

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from mars_optax._src import execute
 from mars_optax._src.kernels import calls, mosaic_tpu, rewrite, tiling
+from mars_optax._src.leaf import precision
 from mars_optax._src.leaf.correction import corrected_gradient
 from mars_optax._src.leaf.momentum import momentum_step
 from mars_optax._src.variants.adamw import adamw_step
@@ -493,6 +494,9 @@ class RefusalTest(parameterized.TestCase):
                         self.assertFalse(_pay())
                 # Each call by itself would compile its kernels.
                 self.assertFalse(execute.kernels_are_faster([jnp.ones(2)]))
+                # They read no memory of the host.
+                with mock.patch.object(precision, "host_memory_of", return_value=jnp):
+                    self.assertFalse(_pay())
             with mock.patch.object(jax, "device_count", return_value=2):
                 self.assertFalse(_pay())
 

@@ -21,6 +21,14 @@ _Outputs = tuple[jax.Array, ...]
 # Programs of a call, each with a sum of its own: about eight for each of a Hopper GPU's 132
 # multiprocessors. More only where there are more rows than that.
 _PROGRAMS: Final = 1024
+# Before, Pallas interprets no transposed references.
+_INTERPRETS: Final = (0, 11)
+# Rows of matrices from which on kernels make symmetric products faster, and for which they are.
+_SHORTEST: Final = 576
+_LEAST: Final = 32
+# A Hopper GPU's multiprocessors, each of which computes one tile of so many rows at a time.
+_AT_ONCE: Final = 132
+_TILE: Final = 128
 
 
 def all_but_huge(leaves: Sequence[Any]) -> list[int]:
@@ -85,6 +93,52 @@ def squares(fn: Any, leaves: Any, scalars: Any, by_xla: Any, interpret: bool) ->
     gpu = on(functools.partial(_squares_on_gpu, fn, interpret))
     run = mesh.opaque(_by_platform({"cuda": gpu, "default": xla}, interpret), xla)
     return run(_table(scalars), data)
+
+
+def has_products(x: jax.Array, interpret: bool) -> bool:
+    """Whether there is a kernel for the symmetric products of a stack of matrices.
+
+    Of small ones little more than what they are padded with would be left.
+    """
+    can_run = not interpret or jax.__version_info__ >= _INTERPRETS
+    return (
+        can_run and str(x.dtype) in ("bfloat16", "float16") and x.size > 0 and x.shape[1] >= _LEAST
+    )
+
+
+def products_are_faster(x: jax.Array) -> bool:
+    """Whether the kernel was measured to be faster on matrices of these sizes.
+
+    Where XLA computes all tiles at once, or in two turns, half of them gain nothing.
+    """
+    slices, rows, columns = x.shape
+    is_padded = any(-size % 64 > size // 16 for size in (rows, columns))
+    are_few = slices * (-(-rows // _TILE)) ** 2 <= 2 * _AT_ONCE
+    is_large = rows >= _SHORTEST and not is_padded and not are_few
+    return is_large and has_products(x, interpret=False)
+
+
+def newton_schulz(by_xla: Any, x: jax.Array, table: jax.Array, interpret: bool) -> jax.Array:
+    """The iteration on a stack of matrices, which a device has whole, with half of the products.
+
+    `by_xla` iterates on a stack with a table of coefficients, and takes a `polynomial`.
+    """
+
+    def gpu(x: jax.Array, table: jax.Array) -> jax.Array:
+        from mars_optax._src.kernels import symmetric
+
+        result = by_xla(symmetric.padded(x), table, polynomial=symmetric.polynomial(interpret))
+        return result[:, : x.shape[1], : x.shape[2]]
+
+    run = mesh.opaque(_by_platform({"cuda": gpu, "default": by_xla}, interpret), by_xla)
+    if mesh.explicit(x) is None:
+        result: jax.Array = run(x, table)
+        return result
+
+    def local(table: jax.Array, data: Any) -> list[_Outputs]:
+        return [(run(data[0][0][0], table),)]
+
+    return shards.on_shards(local, 1, table, [((x,), None)])[0][0]
 
 
 def _of_arrays(leaves: Sequence[Any], *names: str) -> tuple[list[Any], Any]:

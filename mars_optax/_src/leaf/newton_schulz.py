@@ -1,6 +1,8 @@
 """Newton-Schulz iteration on stacks of matrices, and the factors of a matrix's shape."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -54,33 +56,36 @@ def normalized(x: jax.Array, axes: tuple[int, ...], *, eps: Any, dtype: Any) -> 
 
 
 def iterated(
-    x: jax.Array, coeffs: Any, steps: Any, matmul_precision: jax.lax.PrecisionLike = None
+    x: jax.Array,
+    coeffs: Any,
+    steps: Any,
+    matmul_precision: jax.lax.PrecisionLike = None,
+    polynomial: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """`steps` times X <- (a I + b A + c A A) X with A = X X^H, for matrices with m <= n.
 
     The polynomial is summed in at least float32 and rounded to the dtype of `x`. The references add
     a X to the product instead, `mars_m.py` in this order, `mars.py` as (a X + b A X) + c A (A X):
     in exact arithmetic all are the same. With a on the diagonal of the small matrix, a step is
-    three products of matrices and nothing else of the full shape.
+    three products of matrices and nothing else of the full shape. `polynomial` makes the first
+    factor of X and the coefficients where something other than XLA's products is to make it.
     """
     if isinstance(steps, np.integer):
         steps = int(steps)
     run = _known_steps if isinstance(steps, int) else _any_steps
     table = jnp.asarray(coeffs, precision.compute_dtype(x))
-    return run(x, table, steps=steps, matmul_precision=matmul_precision)
+    how = {"matmul_precision": matmul_precision, "polynomial": polynomial}
+    return run(x, table, steps=steps, **how)
 
 
-def _steps(x: jax.Array, table: jax.Array, steps: Any, matmul_precision: Any) -> jax.Array:
-    identity = jnp.eye(x.shape[-2], dtype=precision.compute_dtype(x))
-    # Without a rank to be promoted, which JAX can be set to refuse.
-    identity = precision.beside(jnp.expand_dims(identity, tuple(range(x.ndim - 2))), x)
+def _steps(
+    x: jax.Array, table: jax.Array, steps: Any, matmul_precision: Any, polynomial: Any
+) -> jax.Array:
+    factor = polynomial or functools.partial(_polynomial, matmul_precision=matmul_precision)
 
     def step(i: Any, x: jax.Array) -> jax.Array:
-        a, b, c = table[jnp.minimum(i, len(table) - 1)]
-        gram = jnp.matmul(x, jnp.conj(jnp.swapaxes(x, -2, -1)), precision=matmul_precision)
-        gram_squared = jnp.matmul(gram, gram, precision=matmul_precision)
-        polynomial = a * identity + b * precision.upcast(gram) + c * precision.upcast(gram_squared)
-        return jnp.matmul(polynomial.astype(x.dtype), x, precision=matmul_precision)
+        row = table[jnp.minimum(i, len(table) - 1)]
+        return jnp.matmul(factor(x, row), x, precision=matmul_precision)
 
     if isinstance(steps, int) and steps <= _UNROLLED:
         for i in range(steps):
@@ -89,10 +94,23 @@ def _steps(x: jax.Array, table: jax.Array, steps: Any, matmul_precision: Any) ->
     return jax.lax.fori_loop(0, steps, step, x)
 
 
+def _polynomial(x: jax.Array, coefficients: jax.Array, matmul_precision: Any) -> jax.Array:
+    """The factor a I + b A + c A A with A = X X^H."""
+    identity = jnp.eye(x.shape[-2], dtype=precision.compute_dtype(x))
+    # Without a rank to be promoted, which JAX can be set to refuse.
+    identity = precision.beside(jnp.expand_dims(identity, tuple(range(x.ndim - 2))), x)
+    gram = jnp.matmul(x, jnp.conj(jnp.swapaxes(x, -2, -1)), precision=matmul_precision)
+    square = jnp.matmul(gram, gram, precision=matmul_precision)
+    a, b, c = coefficients
+    return (a * identity + b * precision.upcast(gram) + c * precision.upcast(square)).astype(
+        x.dtype
+    )
+
+
 # Compiled here, an eager call finds its program in the cache, which knows functions by identity. A
 # number of steps that is known makes one that can be differentiated in reverse.
-_known_steps = jax.jit(_steps, static_argnames=("steps", "matmul_precision"))
-_any_steps = jax.jit(_steps, static_argnames=("matmul_precision",))
+_known_steps = jax.jit(_steps, static_argnames=("steps", "matmul_precision", "polynomial"))
+_any_steps = jax.jit(_steps, static_argnames=("matmul_precision", "polynomial"))
 
 
 def spectral_factor(fan_in: int, fan_out: int) -> float:

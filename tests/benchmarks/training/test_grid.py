@@ -406,12 +406,14 @@ class TablesTest(FolderTest):
         path = self.folder / "other.json"
         path.write_text(text)
         with self.assertRaisesRegex(
-            ValueError, "Expected results of gpt2, language_model, vision, got .*other"
+            ValueError, "Expected results of gpt2, language_model, large_batch, vision, got .*other"
         ):
             evidence.write(path, ["main"], self.folder)
 
     def test_a_file_that_is_not_there_is_an_error_that_names_it(self):
-        message = "evidence: Expected results of gpt2, language_model, vision, got '.*nowhere.json'"
+        message = (
+            "Expected results of gpt2, language_model, large_batch, vision, got '.*nowhere.json'"
+        )
         with self.assertRaisesRegex(SystemExit, message):
             evidence.main([str(self.folder / "nowhere.json")])
 
