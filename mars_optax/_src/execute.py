@@ -127,19 +127,23 @@ def newton_schulz(
     """`iterated(x, table)` of a stack of matrices, perhaps with a `polynomial` made by kernels.
 
     `is_local` says that the stack is all that one device has. "pallas" takes kernels on Hopper
-    GPUs for matrices of 16 bits, "xla" none, and None those measured to be faster.
+    GPUs for matrices of 16 bits, and raises on what is neither one nor a TPU; "xla" takes none,
+    and None those measured to be faster.
     """
     on, is_wanted = jax.typeof(x).sharding.mesh, False
+    if implementation == "pallas" and (reason := _refusal()):
+        raise NotImplementedError(_message(reason))
     # Along automatic axes beside others no kernel can be told its part.
     is_known = not any(on.shape[axis] > 1 for axis in mesh.axes_of(on, AxisType.Auto))
     if is_local or (is_known and (mesh.is_local(x) or mesh.explicit(x) is not None)):
         if implementation == "pallas":
-            is_wanted = can_run() and _kernels().has_products(x, is_interpreted())
+            is_wanted = _kernels().has_products(x, is_interpreted())
         elif implementation is None and kernels_are_faster([x], is_local):
             is_wanted = _kernels().products_are_faster(x)
     if not is_wanted:
         return iterated(x, table)
-    result: jax.Array = _kernels().newton_schulz(iterated, x, table, is_interpreted())
+    message = _message if implementation == "pallas" else None
+    result: jax.Array = _kernels().newton_schulz(iterated, x, table, is_interpreted(), message)
     return result
 
 

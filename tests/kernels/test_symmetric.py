@@ -198,6 +198,21 @@ class IteratedTest(parameterized.TestCase):
             np.testing.assert_array_equal(one, other)
         np.testing.assert_array_equal(batched[1], iterated(-x, table))
 
+    @pytest.mark.skipif(_IS_GPU, reason="there kernels run")
+    def test_kernels_that_cannot_run_are_refused(self):
+        x = jnp.eye(64)
+        run = functools.partial(mars_optax.orthogonalize, implementation="pallas")
+        self.enter_context(interpreter.never())
+        self.enter_context(mock.patch.object(mesh, "is_one_device", return_value=True))
+        for wrap in (lambda run: run, jax.jit):
+            with self.assertRaisesRegex(NotImplementedError, "`implementation`.*for cpu"):
+                wrap(run)(x)
+        # What they do not know is XLA's.
+        run(x, dtype="float32")
+        self.enter_context(mock.patch.object(execute, "_refusal", return_value="a reason"))
+        with self.assertRaisesRegex(NotImplementedError, "a reason"):
+            run(x)
+
     @_needs_the_interpreter
     def test_a_step_of_kernels(self):
         table = jnp.asarray(newton_schulz.PRESETS["quintic"], jnp.float32)

@@ -850,6 +850,17 @@ _ASSEMBLY: Final = (
         (PRODUCTS + "::test_kernels_where_they_are_faster_or_asked_for3",),
     ),
     Mutant(
+        "products_not_refused",
+        "kernels/calls.py",
+        'platforms["default"] = lambda *args: _refused_p.bind(by_xla(*args), message=message)',
+        "pass",
+        "`orthogonalize` falls back in silence where its kernels were asked for",
+        (
+            "tests/kernels/test_symmetric.py::IteratedTest"
+            "::test_kernels_that_cannot_run_are_refused",
+        ),
+    ),
+    Mutant(
         "products_in_64_bits",
         "kernels/symmetric.py",
         "with jax.enable_x64(False):",

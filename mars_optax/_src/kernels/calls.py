@@ -118,10 +118,13 @@ def products_are_faster(x: jax.Array) -> bool:
     return is_large and has_products(x, interpret=False)
 
 
-def newton_schulz(by_xla: Any, x: jax.Array, table: jax.Array, interpret: bool) -> jax.Array:
+def newton_schulz(
+    by_xla: Any, x: jax.Array, table: jax.Array, interpret: bool, message: Any = None
+) -> jax.Array:
     """The iteration on a stack of matrices, which a device has whole, with half of the products.
 
-    `by_xla` iterates on a stack with a table of coefficients, and takes a `polynomial`.
+    `by_xla` iterates on a stack with a table of coefficients, and takes a `polynomial`; `message`
+    is as in `elementwise`.
     """
 
     def gpu(x: jax.Array, table: jax.Array) -> jax.Array:
@@ -130,7 +133,10 @@ def newton_schulz(by_xla: Any, x: jax.Array, table: jax.Array, interpret: bool) 
         result = by_xla(symmetric.padded(x), table, polynomial=symmetric.polynomial(interpret))
         return result[:, : x.shape[1], : x.shape[2]]
 
-    run = mesh.opaque(_by_platform({"cuda": gpu, "default": by_xla}, interpret), by_xla)
+    platforms = {"cuda": gpu, "tpu": by_xla, "default": by_xla}
+    if message is not None:
+        platforms["default"] = lambda *args: _refused_p.bind(by_xla(*args), message=message)
+    run = mesh.opaque(_by_platform(platforms, interpret), by_xla)
     if mesh.explicit(x) is None:
         result: jax.Array = run(x, table)
         return result
