@@ -11,7 +11,7 @@ import optax
 
 from mars_optax._src import checks, in_shard_map, named, partition, run, trees, types
 from mars_optax._src.estimator import Estimator
-from mars_optax._src.leaf import precision, quantization
+from mars_optax._src.leaf import quantization
 from mars_optax._src.leaf.momentum import momentum_step
 
 
@@ -88,13 +88,7 @@ def rule(
         if inner is not None:
             # Those that are ours alone could be refused inside.
             its = {k: x for k, x in extra_args.items() if k != "prev_grad" and x is not None}
-            before = state.inner_state
-            dtypes = {str(getattr(x, "dtype", "")) for x in jax.tree.leaves(before)}
-            if "inner" in settings and dtypes & {"bfloat16", "float16"}:
-                # Branches in the user's own have to agree on dtypes: those of a state of `result`.
-                before = trees.cast_like(before, jax.eval_shape(inner.init, result))
-                params = jax.tree.map(precision.upcast, params)
-            result, new = inner.update(result, before, params, **its)
+            result, new = inner.update(result, state.inner_state, params, **its)
             checks.inner_state(new, state.inner_state, name)
             # Of the old one's structure: metadata in the nodes of gradients may differ.
             new = jax.tree.unflatten(jax.tree.structure(state.inner_state), jax.tree.leaves(new))

@@ -1628,8 +1628,8 @@ _PRECONDITIONERS: Final = (
     ),
     Mutant(
         "inner_state_narrow",
-        "transformation.py",
-        "before = trees.cast_like(before, jax.eval_shape(inner.init, result))",
+        "variants/any.py",
+        "state = trees.cast_like(state, jax.eval_shape(inner.init, updates))",
         "pass",
         "the preconditioner gets a state in 16 bits beside directions in 32",
         (ANY.partition("::")[0] + "::VarianceReducedTest",),

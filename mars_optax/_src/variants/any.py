@@ -5,14 +5,32 @@ from typing import Any
 import jax
 import optax
 
-from mars_optax._src import assembly, checks, named, transformation, types
+from mars_optax._src import assembly, checks, named, transformation, trees, types
 from mars_optax._src.adaptive import Gamma
+from mars_optax._src.leaf import precision
 from mars_optax._src.states import State
 from mars_optax._src.variants import adamw
 
 
 class VarianceReducedState(State):
     """State of :func:`variance_reduced`; `inner_state` is that of `inner`."""
+
+
+def _widened(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`inner` with its state and the parameters, where those have 16 bits, as wide as directions.
+
+    Branches in it have to agree on dtypes.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        dtypes = {str(getattr(x, "dtype", "")) for x in jax.tree.leaves(state)}
+        if dtypes & {"bfloat16", "float16"}:
+            state = trees.cast_like(state, jax.eval_shape(inner.init, updates))
+            params = jax.tree.map(precision.upcast, params)
+        return inner.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
 @named.named
@@ -80,7 +98,8 @@ def variance_reduced(
 
     def rule(weight_dimension_numbers: Any, correction: Any) -> named.Transformation:
         own = {"weight_dimension_numbers": weight_dimension_numbers, "correction": correction}
-        return transformation.rule("variance_reduced", State, {**settings, **own}, inner=inner)
+        all_settings = {**settings, **own}
+        return transformation.rule("variance_reduced", State, all_settings, inner=_widened(inner))
 
     vectors = adamw.for_vectors(settings)
     return assembly.optimizer("variance_reduced", rule, settings, VarianceReducedState, vectors)
