@@ -89,8 +89,7 @@ def elementwise(
     chosen: Sequence[int] = ()
     message = None
     if implementation == "pallas":
-        if reason := next(filter(None, [_refusal(), *map(_obstacle, leaves)]), None):
-            raise NotImplementedError(_message(reason))
+        _require_none([_refusal(), *map(_obstacle, leaves)])
         chosen, message = _kernels().all_but_huge(leaves), _message
     elif implementation is None and kernels_are_faster([x for y in leaves for x in y.operands]):
         known = {i: x for i, x in enumerate(leaves) if x.factor is None and not _unknown(x)}
@@ -131,8 +130,8 @@ def newton_schulz(
     and None those measured to be faster.
     """
     on, is_wanted = jax.typeof(x).sharding.mesh, False
-    if implementation == "pallas" and (reason := _refusal()):
-        raise NotImplementedError(_message(reason))
+    if implementation == "pallas":
+        _require_none([_refusal()])
     # Along automatic axes beside others no kernel can be told its part.
     is_known = not any(on.shape[axis] > 1 for axis in mesh.axes_of(on, AxisType.Auto))
     if is_local or (is_known and (mesh.is_local(x) or mesh.explicit(x) is not None)):
@@ -216,6 +215,12 @@ def _obstacle(leaf: Leaf) -> str | None:
         return "a leaf has a gamma for each of its matrices, which no kernel knows"
     other = _unknown(leaf)
     return f"a leaf is kept or computed in {min(other)}, not in 16 or 32 bits" if other else None
+
+
+def _require_none(reasons: Sequence[str | None]) -> None:
+    """Raises with the first reason why kernels that were asked for cannot run."""
+    if reason := next(filter(None, reasons), None):
+        raise NotImplementedError(_message(reason))
 
 
 def _message(reason: str) -> str:

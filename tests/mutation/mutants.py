@@ -1509,8 +1509,8 @@ _PRECONDITIONERS: Final = (
     Mutant(
         "inner_of_gradient",
         "transformation.py",
-        "inner.update(result, before",
-        "inner.update(updates, before",
+        "inner.update(result, state",
+        "inner.update(updates, state",
         "the preconditioner gets the gradient, neither corrected nor clipped",
         (ANY + "with_adam_it_is_mars0",),
     ),
@@ -1525,8 +1525,8 @@ _PRECONDITIONERS: Final = (
     Mutant(
         "inner_without_parameters",
         "transformation.py",
-        "inner.update(result, before, params, **its)",
-        "inner.update(result, before, None, **its)",
+        "inner.update(result, state.inner_state, params, **its)",
+        "inner.update(result, state.inner_state, None, **its)",
         "the preconditioner gets no parameters",
         (ANY + "a_preconditioner_gets_matrices_in_float32_parameters_and_extra_arguments",),
     ),
