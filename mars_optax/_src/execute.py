@@ -146,17 +146,17 @@ def newton_schulz(
     return result
 
 
-def kernels_are_faster(operands: Sequence[Any], is_alone: bool = False) -> bool:
+def kernels_are_faster(operands: Sequence[Any], is_local: bool = False) -> bool:
     """Whether this process runs on the one device for which kernels were measured to be faster.
 
     On several devices the leaves of a call would have to be sharded alike to be small and many.
     Meshes with types, and the user's shard_map, do without also on one, unless the operands are
-    known to be a device's own. Outside of a compiled program each call would make its kernels anew.
-    Kernels read no memory of the host.
+    known to be a device's own (`is_local`). Outside of a compiled program each call would make its
+    kernels anew. Kernels read no memory of the host.
     """
     # Pallas changes from version to version: by default it is used where it was run.
     is_known = (0, 11) <= jax.__version_info__ < (0, 12)
-    is_one_gpu = jax.default_backend() == "gpu" and (is_alone or mesh.is_plain(operands))
+    is_one_gpu = jax.default_backend() == "gpu" and (is_local or mesh.is_plain(operands))
     is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
     is_near = all(precision.host_memory_of(x) is None for x in operands)
     return is_known and is_one_gpu and is_traced and is_near and can_run()

@@ -499,12 +499,13 @@ class RefusalTest(parameterized.TestCase):
                     self.assertFalse(_pay())
             with mock.patch.object(jax, "device_count", return_value=2):
                 self.assertFalse(_pay())
+                self.assertTrue(_pay(is_local=True))
 
 
-def _pay() -> bool:
+def _pay(is_local: bool = False) -> bool:
     """Whether kernels pay inside a compiled program."""
     seen = []
-    jax.make_jaxpr(lambda x: seen.append(execute.kernels_are_faster([x])))(1.0)
+    jax.make_jaxpr(lambda x: seen.append(execute.kernels_are_faster([x], is_local)))(1.0)
     return seen[0]
 
 

@@ -307,6 +307,22 @@ class DoorTest(parameterized.TestCase):
             seen.append(product.called)
         self.assertEqual(seen, [True, False])
 
+    def test_by_default_it_is_asked_of_what_a_device_has(self):
+        if jax.device_count() < 2:
+            self.skipTest("needs two devices")
+        on = jax.make_mesh((2,), ("x",), axis_types=(_AUTO,), devices=jax.devices()[:2])
+        x = jax.device_put(jnp.ones((256, 256)), NamedSharding(on, P("x")))
+        with mock.patch.object(execute, "kernels_are_faster", return_value=False) as asked:
+            jax.jit(mars_optax.orthogonalize).lower(x).compile()
+        self.assertIn(True, [call.args[1] for call in asked.call_args_list])
+
+    @parameterized.parameters((1408, 128), (1472, 192))
+    def test_large_blocks_of_large_matrices(self, rows: int, block: int):
+        with mock.patch.object(symmetric, "_compiled", side_effect=_by_xla) as product:
+            jax.eval_shape(symmetric.polynomial(True), jnp.ones((1, rows, rows)), jnp.ones(3))
+        blocks = [call.kwargs["tuning"].block for call in product.call_args_list]
+        self.assertEqual(blocks, [block, block])
+
     def test_orthogonalize_takes_what_it_is_told(self):
         with self.assertRaisesRegex(ValueError, "`implementation`: expected .*got 'triton'"):
             mars_optax.orthogonalize(jnp.ones((2, 2)), implementation="triton")  # type: ignore[arg-type]

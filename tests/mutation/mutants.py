@@ -901,6 +901,22 @@ _ASSEMBLY: Final = (
         (PRODUCTS + "::test_on_a_mesh_a_device_works_on_matrices_of_its_own0",),
     ),
     Mutant(
+        "products_on_one_device_alone",
+        "execute.py",
+        "kernels_are_faster([x], is_local)",
+        "kernels_are_faster([x])",
+        "on an automatic mesh kernels are not taken by default",
+        (PRODUCTS + "::test_by_default_it_is_asked_of_what_a_device_has",),
+    ),
+    Mutant(
+        "products_in_small_blocks",
+        "kernels/symmetric.py",
+        "_WIDE if x.shape[1] > _NARROW else Tuning()",
+        "Tuning()",
+        "large matrices are cut into small blocks",
+        (PRODUCTS + "::test_large_blocks_of_large_matrices1",),
+    ),
+    Mutant(
         "products_not_cut",
         "kernels/calls.py",
         "result[:, : x.shape[1], : x.shape[2]]",
