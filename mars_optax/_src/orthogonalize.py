@@ -137,8 +137,9 @@ def orthogonalize(
       precision: Of the matrix products, as in :func:`jax.numpy.matmul`: the default computes
         float32 products in TF32 on some GPUs and in bfloat16 on TPUs.
       weight_dimension_numbers: :class:`optax.contrib.MuonDimensionNumbers`; other axes are batch.
-      implementation: ``"xla"``; ``"pallas"``, kernels on Hopper GPUs for `dtype` of 16 bits, known
-        `steps` and no `precision` (XLA for all else, and on TPUs); or None, which takes kernels
+      implementation: ``"xla"``; ``"pallas"``, kernels on Hopper GPUs for `dtype` of 16 bits, a
+        shorter side of 32 or more, known `steps` and no `precision` (XLA for all else, under
+        :func:`jax.vmap`, and on TPUs); or None, which takes kernels
         where they were measured to be faster.
 
     Returns:

@@ -927,8 +927,8 @@ _ASSEMBLY: Final = (
     Mutant(
         "decompositions_at_once",
         "variants/soap.py",
-        "jax.lax.map(one, x, batch_size=together) if is_slow else one(x)",
-        "one(x)",
+        "jax.lax.map(fn, x, batch_size=together) if together < len(x) and is_whole else fn(x)",
+        "fn(x)",
         "GPUs decompose large matrices by a routine for tiny ones",
         (SOAP + "ExecutionTest::test_no_decomposition_is_of_many_large_matrices_at_once",),
     ),

@@ -426,6 +426,8 @@ class ExecutionTest(parameterized.TestCase):
         trees.assert_equal(soap._orthogonal(x), jnp.linalg.qr(x)[0])
         for shape in ((5, 256, 256), (2, 300, 300)):
             self.assertNotIn("scan", _program(jnp.ones(shape)))
+        with mock.patch.object(jax, "default_backend", return_value="cpu"):
+            self.assertEqual(re.findall(r"f32\[([0-9]+),300,300\] = qr\[", _program(x)), ["1"])
         # The parts of a sharded stack stay where they are.
         mesh.is_one_device.return_value = False
         self.assertNotIn("scan", _program(x))

@@ -180,15 +180,20 @@ def _rotated(x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
 
 def _orthogonal(x: jax.Array) -> jax.Array:
     """The first factor of the QR decomposition of each matrix of a stack."""
-    sides, together = x.shape[-1], max(1, x.shape[-1] // 129)
-    # On GPUs JAX gives a stack with rows / slices <= 128 to a routine for tiny matrices.
-    is_whole = mesh.is_local(x) and mesh.explicit(x) is None and jax.default_backend() == "gpu"
-    is_slow = sides > _TINY and together < len(x) and is_whole
+    return _in_groups(lambda y: jnp.linalg.qr(y)[0], x)
 
-    def one(x: jax.Array) -> jax.Array:
-        return jnp.linalg.qr(x)[0]
 
-    return jax.lax.map(one, x, batch_size=together) if is_slow else one(x)
+def _in_groups(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """A decomposition of each matrix of a stack, of as many at once as go well."""
+    together, backend = len(x), jax.default_backend()
+    if backend == "gpu" and x.shape[-1] > _TINY:
+        # JAX gives a stack with rows / slices <= 128 to a routine for tiny matrices.
+        together = max(1, x.shape[-1] // 129)
+    elif backend == "cpu":
+        # Two stacks at a time were seen to wait for each other's threads for ever (JAX 0.10).
+        together = 1
+    is_whole = mesh.is_local(x) and mesh.explicit(x) is None
+    return jax.lax.map(fn, x, batch_size=together) if together < len(x) and is_whole else fn(x)
 
 
 @jax.jit
@@ -201,7 +206,8 @@ def _changed(rows: Any, count: jax.Array, frequency: int) -> Any:
     def first(nu: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
         grams = matrices[:2]
         # In the order of power iteration, large eigenvalues first.
-        return nu, *grams, *(jnp.flip(jnp.linalg.eigh(x)[1], 2) if x.size else x for x in grams)
+        vectors = functools.partial(_in_groups, lambda y: jnp.linalg.eigh(y)[1])
+        return nu, *grams, *(jnp.flip(vectors(x), 2) if x.size else x for x in grams)
 
     def power_step(nu: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
         grams, bases = matrices[:2], []
