@@ -139,8 +139,8 @@ def orthogonalize(
       weight_dimension_numbers: :class:`optax.contrib.MuonDimensionNumbers`; other axes are batch.
       implementation: ``"xla"``; ``"pallas"``, kernels on Hopper GPUs for `dtype` of 16 bits, a
         shorter side of 32 or more, known `steps` and no `precision` (XLA for all else, under
-        :func:`jax.vmap`, and on TPUs); or None, which takes kernels
-        where they were measured to be faster.
+        ``jax.vmap``, and on TPUs); or None, which takes kernels where they were measured to be
+        faster.
 
     Returns:
       An array with the shape and dtype of `x`.
