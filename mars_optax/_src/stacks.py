@@ -43,7 +43,14 @@ def _stack(x: jax.Array, axes: partition.Axes) -> jax.Array:
     # Axes that are merged must not be sharded.
     is_simple = len(axes.reduction) == len(axes.output) == 1 and len(axes.batch) <= 1
     stack = axes.to_stack(x if is_simple else mesh.whole(x))
-    return jnp.swapaxes(stack, 1, 2) if stack.shape[1] > stack.shape[2] else stack
+    if stack.shape[1] <= stack.shape[2]:
+        return stack
+    if mesh.is_local(stack):
+        # A flat array has one layout. Without it XLA computes the momentum in that of the
+        # transpose, from transposed copies of the gradients and of itself.
+        flat = jax.lax.optimization_barrier(stack.reshape(-1))
+        stack = flat.reshape(stack.shape)
+    return jnp.swapaxes(stack, 1, 2)
 
 
 def _leaf(stack: jax.Array, like: jax.Array, axes: partition.Axes) -> jax.Array:
