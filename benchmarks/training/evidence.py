@@ -142,7 +142,12 @@ PICTURES: Mapping[str, Sequence[Shown]] = {
         Shown(
             "gpt2_small_572_h200",
             "GPT-2 small, one seed: validation loss, nats per token",
-            {"adamw:b2=0.99": "AdamW", "mars_m:b2_1d=0.99": "MARS-M"},
+            {
+                "mars:b1=0.95:b2=0.99:weight_decay=0.01": "MARS-AdamW",
+                "adamw:b2=0.99": "AdamW",
+                "muon:b2_1d=0.99": "Muon",
+                "mars_m:b2_1d=0.99": "MARS-M",
+            },
         ),
     ],
     "learning_rates": [
