@@ -185,9 +185,18 @@ class Estimator:
         return jnp.where(count == 0, 0.0, k) if self.first_step == "no_correction" else k
 
     def estimate(
-        self, updates: Any, state: Any, params: Any, extra_args: Mapping[str, Any], axes: Any
+        self,
+        updates: Any,
+        state: Any,
+        params: Any,
+        extra_args: Mapping[str, Any],
+        axes: Any,
+        in_pass: bool = True,
     ) -> tuple[Estimate, dict[str, Any]]:
-        """What c of this step is made of, and the fields of the state after the step."""
+        """What c of this step is made of, and the fields of the state after the step.
+
+        `in_pass` says that XLA makes the pass that reads the gradient and the previous one.
+        """
         fields: dict[str, Any] = dict.fromkeys(self.kept)
         if self.correction == "none":
             return Estimate(None, 0.0), fields
@@ -197,7 +206,7 @@ class Estimator:
             return Estimate(None, self.coefficient(state.count), next_gamma=next_gamma), fields
         if self.correction == "approx":
             prev_grad = stored_gradients(state)
-            fields |= _stored(updates, state)
+            fields |= _stored(updates, state, in_pass)
         else:
             prev_grad = self._evaluated(updates, state, params, extra_args)
             fields["prev_params"] = self.next_params(state, params, extra_args)
@@ -315,10 +324,19 @@ def stored_gradients(state: Any) -> Any:
     return jax.tree.map(quantization.dequantize, state.prev_grad, state.prev_grad_scale)
 
 
-def _stored(updates: optax.Updates, state: Any) -> dict[str, Any]:
-    """The fields of the previous gradient after a step, in the dtypes that they have."""
+def _stored(updates: optax.Updates, state: Any, in_pass: bool) -> dict[str, Any]:
+    """The fields of the previous gradient after a step, in the dtypes that they have.
+
+    A gradient that is returned as it is XLA copies into the donated buffer of the one before, by a
+    kernel for each leaf. One chosen out of both, by what the compiler does not know to be true, it
+    writes in the pass that reads both: `in_pass`, where XLA makes that.
+    """
     if state.prev_grad_scale is None:
-        return {"prev_grad": trees.copies(updates, like=state.prev_grad)}
+        prev_grad = trees.copies(updates, like=state.prev_grad)
+        if in_pass:
+            choose = functools.partial(jnp.where, state.count >= 0)
+            prev_grad = jax.tree.map(choose, prev_grad, state.prev_grad)
+        return {"prev_grad": prev_grad}
     prev_grad, prev_grad_scale = trees.map_unzip(
         lambda g, prev: quantization.quantize(jnp.asarray(g), prev.dtype),
         (updates, state.prev_grad),

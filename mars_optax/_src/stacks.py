@@ -43,21 +43,25 @@ def _stack(x: jax.Array, axes: partition.Axes) -> jax.Array:
     # Axes that are merged must not be sharded.
     is_simple = len(axes.reduction) == len(axes.output) == 1 and len(axes.batch) <= 1
     stack = axes.to_stack(x if is_simple else mesh.whole(x))
-    if stack.shape[1] <= stack.shape[2]:
-        return stack
-    if mesh.is_local(stack):
-        # A flat array has one layout. Without it XLA computes the momentum in that of the
-        # transpose, from transposed copies of the gradients and of itself.
-        flat = jax.lax.optimization_barrier(stack.reshape(-1))
-        stack = flat.reshape(stack.shape)
-    return jnp.swapaxes(stack, 1, 2)
+    return jnp.swapaxes(_in_rows(stack), 1, 2) if stack.shape[1] > stack.shape[2] else stack
 
 
 def _leaf(stack: jax.Array, like: jax.Array, axes: partition.Axes) -> jax.Array:
     """The inverse of `_stack`."""
     if stack.shape != axes.stack_shape(like.shape):
-        stack = jnp.swapaxes(stack, 1, 2)
+        stack = _in_rows(jnp.swapaxes(stack, 1, 2))
     return mesh.laid_out(axes.from_stack(stack, like.shape), like)
+
+
+def _in_rows(stack: jax.Array) -> jax.Array:
+    """The stack as it is, in memory, too, on one device.
+
+    Flat, it has one layout. Else XLA computes the momentum of a leaf that is turned, and its new
+    parameters, in the transposed layout: from transposed copies of all that they are made of.
+    """
+    if not mesh.is_local(stack):
+        return stack
+    return jax.lax.optimization_barrier(stack.reshape(-1)).reshape(stack.shape)
 
 
 def _key(i: int, stack: jax.Array) -> Any:

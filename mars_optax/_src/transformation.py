@@ -80,7 +80,8 @@ def rule(
         specs = in_shard_map.specs_of(extra_args, updates)
         if source.dtype is not None and quantization.is_scaled(source.dtype):
             in_shard_map.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
-        estimate, fields = source.estimate(updates, state, params, extra_args, axes)
+        in_pass = by != "pallas"
+        estimate, fields = source.estimate(updates, state, params, extra_args, axes, in_pass)
         old = tuple(getattr(state, moment) for moment in moments)
         how = {"max_norm": max_norm, "axes": axes, "implementation": by, "specs": specs}
         how |= {"norms": of_norms, "finish": finish if inner is None else None}
