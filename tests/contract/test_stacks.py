@@ -282,6 +282,16 @@ class BoundTest(parameterized.TestCase):
         self.assertGreater(five, stack)  # it is measured at all
         self.assertLessEqual(temporary(10), five)
 
+    @parameterized.parameters(("tall", True, 1), ("wide", True, 0), ("tall", False, 0))
+    def test_tall_matrices_are_turned_behind_a_barrier(self, name: str, is_one: bool, count: int):
+        # Else a GPU computes the momentum of these leaves twice, once in the transposed layout.
+        with mock.patch.object(mesh, "is_one_device", return_value=is_one):
+            primitives = _primitives(_together([name]), [_leaf(name)])
+        self.assertEqual(primitives.count("optimization_barrier"), count)
+        if count:
+            barrier = primitives.index("optimization_barrier")
+            self.assertEqual(primitives[barrier + 1 : barrier + 3], ["reshape", "transpose"])
+
 
 class StepsTest(parameterized.TestCase):
     @parameterized.parameters((0, 0), (1, 3), (10, 30))

@@ -1250,10 +1250,18 @@ _VARIANTS: Final = (
     Mutant(
         "long_side_squared",
         "stacks.py",
-        "return jnp.swapaxes(stack, 1, 2) if stack.shape[1] > stack.shape[2] else stack",
-        "return jnp.swapaxes(stack, 1, 2) if stack.shape[1] < stack.shape[2] else stack",
+        "    if stack.shape[1] <= stack.shape[2]:\n",
+        "    if stack.shape[1] >= stack.shape[2]:\n",
         "the Gram matrix is that of the long side",
         (STACKS + "::BoundTest",),
+    ),
+    Mutant(
+        "turned_before_the_momentum",
+        "stacks.py",
+        "flat = jax.lax.optimization_barrier(stack.reshape(-1))",
+        "flat = stack.reshape(-1)",
+        "XLA may compute the momentum of tall matrices in the transposed layout",
+        (STACKS + "::SharingTest",),
     ),
     Mutant(
         "stacks_unbounded",
