@@ -49,25 +49,28 @@ def _bytes(array: Any) -> int:
     return int(array.size) * int(array.dtype.itemsize)
 
 
-def step_bytes(params: Any, state: Any, *, clipped: bool) -> int:
+def step_bytes(params: Any, state: Any, *, clipped: bool, donated: bool = False) -> int:
     r"""Returns the bytes that a step moves if each buffer is read and written once.
 
     Read once: the gradient, the parameters, the state. Written once: the parameters, the state,
     but for a previous gradient in the gradient's own dtype, which need not be written: the buffer
-    of this step's gradient becomes the next step's previous gradient. The norm of a clip has to be
-    known before anything can be written: the gradient and the previous gradient are read twice. So
-    per parameter, in float32:
+    of this step's gradient becomes the next step's previous gradient. Where the state is donated,
+    the gradient is written into the buffer of the one before. The norm of a clip has to be known
+    before anything can be written: the gradient and the previous gradient are read twice. So per
+    parameter, in float32, and with a donated state:
 
-    ==========================================  ====================================  ==
-    AdamW                                       g, 2 (p, mu, nu)                      28
-    MARS without clip                           g, prev, 2 (p, mu, nu)                32
-    MARS                                        2 (g, prev), 2 (p, mu, nu)            40
-    MARS, previous gradient in bfloat16         2 g, 3 prev, 2 (p, mu, nu)            38
-    MARS without the previous gradient          g, 2 (p, mu, nu)                      28
-    Lion                                        g, 2 (p, mu)                          20
-    MARS-Lion without clip                      g, prev, 2 (p, mu)                    24
-    MARS-Lion                                   2 (g, prev), 2 (p, mu)                32
-    ==========================================  ====================================  ==
+    ==========================================  ====================================  ==  =======
+    step                                        read and written                      B   donated
+    ==========================================  ====================================  ==  =======
+    AdamW                                       g, 2 (p, mu, nu)                      28  28
+    MARS without clip                           g, prev, 2 (p, mu, nu)                32  36
+    MARS                                        2 (g, prev), 2 (p, mu, nu)            40  44
+    MARS, previous gradient in bfloat16         2 g, 3 prev, 2 (p, mu, nu)            38  38
+    MARS without the previous gradient          g, 2 (p, mu, nu)                      28  28
+    Lion                                        g, 2 (p, mu)                          20  20
+    MARS-Lion without clip                      g, prev, 2 (p, mu)                    24  28
+    MARS-Lion                                   2 (g, prev), 2 (p, mu)                32  36
+    ==========================================  ====================================  ==  =======
 
     Leaves under a vector rule are counted by their own state. Of Newton-Schulz only the operations
     are counted, by :func:`newton_schulz_flops`, not the matrices that go in and out. What a state
@@ -78,6 +81,8 @@ def step_bytes(params: Any, state: Any, *, clipped: bool) -> int:
       state: the optimizer's state for them, concrete or abstract.
       clipped: whether leaves with a previous gradient are clipped by the norm of their corrected
         gradient.
+      donated: whether a step writes the previous gradient into the donated buffer of the one
+        before.
 
     Returns:
       The number of bytes.
@@ -92,7 +97,7 @@ def step_bytes(params: Any, state: Any, *, clipped: bool) -> int:
     for (path, leaf), index, in_place in zip(leaves, found, referenced, strict=True):
         if not any(path[len(path) - length :] in paths for length in lengths):
             continue
-        total += _bytes(leaf) * (2 if in_place is None else 1)
+        total += _bytes(leaf) * (2 if donated or in_place is None else 1)
         if clipped and index is not None:
             total += _bytes(leaf) + _bytes(by_index[index])
     return total

@@ -1,4 +1,4 @@
-"""Times an optimizer's step inside one compiled loop."""
+"""Times an optimizer's step, inside one compiled loop or called from Python."""
 
 import dataclasses
 import time
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from benchmarks.steps import floors, timing
 from tests.support import hlo
+
+PROGRAMS = ("loop", "step")
 
 # (gradients, state, parameters) -> (parameters, state)
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -72,14 +74,15 @@ def build_step(step: Step, carry: Carry) -> Callable[..., Any]:
 
 
 def build_loop(step: Step, carry: Carry, steps: int) -> Callable[..., Any]:
-    """Builds a loop of steps that costs what steps cost in training, and nothing else.
+    """Builds a loop of steps that costs what the steps cost, and nothing else.
 
     Gradients and previous gradients are two trees that stay the same. Two traps are in that:
 
     * In a carry, a loop's invariant has to be copied: the gradient into the stored previous one,
-      8 B per parameter that no training step pays, where each gradient is a new buffer. So the
-      previous gradients that are kept by reference stay outside of the carry: they are put into the
-      state before a step, and dropped after.
+      8 B per parameter. No step has to pay that: the gradient's buffer can become the previous one;
+      where the state is donated, the pass that reads both can write the gradient into the donated
+      buffer, 4 B, see :func:`compile_step`. So the previous gradients that are kept by reference
+      stay outside of the carry: they are put into the state before a step, and dropped after.
     * What depends on the two gradients alone, as the norm of a clip does, would be computed once
       before the loop. So the gradients pass a barrier together with the carry.
 
@@ -172,6 +175,15 @@ def _copied(computations: dict[str, list[hlo.Instruction]], instruction: hlo.Ins
     return 0
 
 
+def _launches(computations: dict[str, list[hlo.Instruction]], name: str) -> dict[str, int]:
+    """Counts the kernels of a computation and the bytes that they copy."""
+    launched = list(_launched(computations, name))
+    return {
+        "kernels": sum(times for _, times in launched),
+        "copied_bytes": sum(times * _copied(computations, one) for one, times in launched),
+    }
+
+
 def loop_report(text: str) -> LoopReport:
     """Reads what one iteration of the largest loop outside all others does.
 
@@ -199,12 +211,8 @@ def loop_report(text: str) -> LoopReport:
     loop = max(loops, key=lambda instruction: len(instruction.arrays))
     body = loop.called("body")
     assert body is not None
-    launched = list(_launched(computations, body))
     return LoopReport(
-        kernels=sum(times for _, times in launched),
-        copied_bytes=sum(times * _copied(computations, one) for one, times in launched),
-        carried=len(loop.arrays),
-        iterations=loop.trip_count,
+        **_launches(computations, body), carried=len(loop.arrays), iterations=loop.trip_count
     )
 
 
@@ -214,6 +222,30 @@ def _barrier(values: Any) -> Any:
 
 def _abstract(tree: Any) -> Any:
     return jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree))
+
+
+def _compile(
+    function: Callable[..., Any], *operands: Any
+) -> tuple[jax.stages.Compiled, str, dict[str, Any]]:
+    """Compiles a function that its first two operands are donated to.
+
+    Returns:
+      The compiled function, its HLO, and what compiling took.
+    """
+    began = time.perf_counter()
+    lowered = jax.jit(function, donate_argnums=(0, 1)).lower(*operands)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    done = time.perf_counter()
+    text = compiled.as_text()
+    assert text is not None
+    memory = compiled.memory_analysis()
+    figures = {
+        "trace_seconds": traced - began,
+        "compile_seconds": done - traced,
+        "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+    }
+    return compiled, text, figures
 
 
 def compile_loop(
@@ -235,29 +267,44 @@ def compile_loop(
     carry = Carry.of(state, params)
     params, carried = _abstract(params), carry.carried(_abstract(state))
     outside = carry.outside(params)
-    began = time.perf_counter()
-    loop = jax.jit(build_loop(step, carry, steps), donate_argnums=(0, 1))
-    lowered = loop.lower(params, carried, params, outside)
-    traced = time.perf_counter()
-    compiled = lowered.compile()
-    done = time.perf_counter()
-    text = compiled.as_text()
-    assert text is not None
+    loop = build_loop(step, carry, steps)
+    compiled, text, figures = _compile(loop, params, carried, params, outside)
     report = loop_report(text)
-    memory = compiled.memory_analysis()
     # A compiler may unroll the loop: its iterations are then fewer than the steps.
     share = (report.iterations or steps) / steps
     arguments = 2 * len(jax.tree.leaves(params)) + len(carried) + len(outside)
-    figures = {
-        "trace_seconds": traced - began,
-        "compile_seconds": done - traced,
-        "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+    figures |= {
         "kernels": round(report.kernels * share),
         "copied_bytes": round(report.copied_bytes * share),
         # The loop's counter is one more.
         "hoisted_arrays": max(0, report.carried - 1 - arguments),
     }
     return compiled, figures
+
+
+def compile_step(step: Step, params: Any, state: Any) -> tuple[jax.stages.Compiled, dict[str, Any]]:
+    """Compiles a step as a training loop in Python calls it, and reads what became of it.
+
+    Its arguments are laid out in row-major order, while a loop may carry arrays transposed. Its
+    results have the order of the donated arguments: JAX gives a result the first donated buffer of
+    its shape that is left, and in another order the compiler would have to copy.
+
+    Args:
+      step: the step.
+      params: the parameters, concrete or abstract; their buffers and the state's are donated.
+      state: the optimizer's state, likewise.
+
+    Returns:
+      The compiled step, of parameters, state and gradients, and the figures of
+      :func:`compile_loop`, but for the arrays before the loop.
+    """
+
+    def one(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        return step(grads, state, params)
+
+    params, state = _abstract(params), _abstract(state)
+    compiled, text, figures = _compile(one, params, state, params)
+    return compiled, figures | _launches(*hlo.parse(text))
 
 
 def require_finite(params: Any) -> None:
@@ -283,31 +330,40 @@ def measure(
     *,
     steps: int,
     repeats: int,
+    program: str = "loop",
 ) -> dict[str, Any]:
-    """Times a step, see :func:`build_loop` and :func:`compile_loop`.
+    """Times a step, see :func:`build_loop`, :func:`compile_loop` and :func:`compile_step`.
 
     Args:
       step: the step.
       params: the parameters; their buffers are given up.
       init: makes the optimizer's state for them.
       grads: the gradients of every step.
-      prev_grads: the previous gradients of every step.
-      steps: number of steps in a call.
-      repeats: number of calls that are timed.
+      prev_grads: the previous gradients of every step. A step that is called from Python keeps its
+        own: it gets these as gradients in every other step.
+      steps: number of steps in a measurement.
+      repeats: number of measurements.
+      program: out of `PROGRAMS`: one call of a loop, or a call for each step.
 
     Returns:
       The figures.
     """
     state = init(params)
-    compiled, figures = compile_loop(step, params, state, steps)
-    carry = Carry.of(state, params)
-    outside = carry.outside(prev_grads)
-    values = [params, carry.carried(state)]
-    # The state's own previous gradients are not used: their memory is free.
+    if program == "loop":
+        compiled, figures = compile_loop(step, params, state, steps)
+        carry = Carry.of(state, params)
+        calls: list[tuple[Any, ...]] = [(grads, carry.outside(prev_grads))]
+        # The state's own previous gradients are not used: their memory is free.
+        state = carry.carried(state)
+    else:
+        compiled, figures = compile_step(step, params, state)
+        calls = [((grads, prev_grads)[number % 2],) for number in range(steps)]
+    values = [params, state]
     del params, state
 
     def run() -> list[Any]:
-        values[:] = compiled(values[0], values[1], grads, outside)
+        for operands in calls:
+            values[:] = compiled(*values, *operands)
         return values
 
     timing.wait(run())

@@ -4,6 +4,7 @@ From the root of the repository:
 
     python -m benchmarks.steps.step_time
     python -m benchmarks.steps.step_time --model=small,medium --layouts=flat --optimizers=adamw,mars
+    python -m benchmarks.steps.step_time --layouts=stacked --programs=loop,step
     python -m benchmarks.steps.step_time --train_step --batch_size=480 --microbatch=16
     python -m benchmarks.steps.step_time --plot=runs/step_time/results.json
 
@@ -60,6 +61,12 @@ def parser() -> command.Flags:
         help=f"of ours, out of {','.join(step_candidates.IMPLEMENTATIONS)}",
     )
     group.add_argument(
+        "--programs",
+        type=command.subset(step_loop.PROGRAMS),
+        default="loop",
+        help="one loop of steps, or a step that Python calls: with many leaves the host's time",
+    )
+    group.add_argument(
         "--plot",
         type=command.listed,
         help="measure nothing: draw these JSON files, each beside it",
@@ -88,7 +95,11 @@ def default_inner(parameters: int, backend: str) -> int:
 
 
 def _jax_row(
-    candidate: step_candidates.Candidate, host: dict[str, Any], steps: int, repeats: int
+    candidate: step_candidates.Candidate,
+    program: str,
+    host: dict[str, Any],
+    steps: int,
+    repeats: int,
 ) -> dict[str, Any]:
     """Measures one of JAX's optimizers."""
     transformation = candidate.build(host["params"])
@@ -96,7 +107,9 @@ def _jax_row(
     state = jax.eval_shape(transformation.init, params)
     numbers = gpt2_shapes.dimension_numbers(host["params"], embeddings=False)
     counted = {
-        "floor_bytes": floors.step_bytes(params, state, clipped=candidate.clipped),
+        "floor_bytes": floors.step_bytes(
+            params, state, clipped=candidate.clipped, donated=program == "step"
+        ),
         "newton_schulz_flops": (
             floors.newton_schulz_flops(params, numbers) if candidate.orthogonalizes else 0
         ),
@@ -109,6 +122,7 @@ def _jax_row(
         host["prev_grads"],
         steps=steps,
         repeats=repeats,
+        program=program,
     )
     return counted | measured
 
@@ -141,6 +155,7 @@ def _torch_names(names: Sequence[str], backend: str) -> list[str]:
 def rows(
     models: Sequence[str],
     layouts: Sequence[str],
+    programs: Sequence[str],
     chosen: Sequence[step_candidates.Candidate],
     torch: Sequence[str],
     *,
@@ -152,6 +167,7 @@ def rows(
     Args:
       models: out of `gpt2_shapes.MODELS`.
       layouts: out of `gpt2_shapes.LAYOUTS`; PyTorch's optimizers are measured in "flat".
+      programs: out of `step_loop.PROGRAMS`; PyTorch's optimizers are measured beside "loop".
       chosen: JAX's optimizers.
       torch: names of PyTorch's.
       inner: steps in a measurement, None for :func:`default_inner`.
@@ -174,15 +190,16 @@ def rows(
             "steps": steps,
         }
         host = gpt2_shapes.operands(shapes)
-        for name in torch_names if layout == "flat" else ():
+        for name in torch_names if layout == "flat" and "loop" in programs else ():
             measure = functools.partial(_torch_row, name, host, backend, steps, repeats)
             yield command.guarded({"name": name, **common}, measure)
         # The parameters are put there for each row anew: a row gives its buffers up.
         for name in ("grads", "prev_grads"):
             host[name] = jax.tree.map(jax.device_put, host[name])
-        for candidate in chosen:
-            measure = functools.partial(_jax_row, candidate, host, steps, repeats)
-            yield command.guarded({"name": candidate.name, **common}, measure)
+        for program, candidate in itertools.product(programs, chosen):
+            measure = functools.partial(_jax_row, candidate, program, host, steps, repeats)
+            row = {"name": candidate.name, **common, "program": program}
+            yield command.guarded(row, measure)
             gc.collect()
 
 
@@ -218,6 +235,10 @@ def _draw(paths: Sequence[str]) -> None:
         print(f"Written: {path.with_suffix('.png')}.")
 
 
+def _program(row: Row) -> str:
+    return str(row.get("program", "loop"))  # older results and PyTorch's rows have none
+
+
 def complete(rows: Sequence[Row], ceilings: Mapping[str, Any]) -> list[Row]:
     """Adds to rows what needs the ceilings or another row.
 
@@ -228,11 +249,13 @@ def complete(rows: Sequence[Row], ceilings: Mapping[str, Any]) -> list[Row]:
     Returns:
       New rows: with "floor_ms" and "share_of_floor", with "matmul_ms" and "share_of_matmul" for
       those with Newton-Schulz, and with the ratios to `BASELINES`, where these were measured for
-      the same model. Those to Optax's AdamW are to the one of the same layout; PyTorch's has only
-      one layout.
+      the same model. Those to Optax's AdamW are to the one of the same layout and program;
+      PyTorch's has only one of each.
     """
     measured = {
-        (row["name"], row["model"], row["layout"]): row["ms"] for row in rows if "error" not in row
+        (row["name"], row["model"], row["layout"], _program(row)): row["ms"]
+        for row in rows
+        if "error" not in row
     }
     completed = []
     for row in rows:
@@ -246,8 +269,9 @@ def complete(rows: Sequence[Row], ceilings: Mapping[str, Any]) -> list[Row]:
             matmul_ms = 1000 * flops / ceilings["bfloat16_matmul_flop_per_second"]
             new |= {"matmul_ms": matmul_ms, "share_of_matmul": matmul_ms / row["ms"]}
         for ratio, name in BASELINES.items():
-            layout = _TORCH_LAYOUT if name.startswith("torch") else row["layout"]
-            if baseline := measured.get((name, row["model"], layout)):
+            is_torch = name.startswith("torch")
+            where = (_TORCH_LAYOUT, "loop") if is_torch else (row["layout"], _program(row))
+            if baseline := measured.get((name, row["model"], *where)):
                 new[ratio] = row["ms"] / baseline
         completed.append(new)
     return completed
@@ -327,8 +351,8 @@ def _training_cells(row: Row) -> list[str]:
     ]
 
 
-def _group(row: Row) -> tuple[str, str]:
-    return row["model"], row["layout"]
+def _group(row: Row) -> str:
+    return f"{row['model']}, {row['layout']}, {_program(row)}"
 
 
 def text(tree: Mapping[str, Any]) -> str:
@@ -342,9 +366,9 @@ def text(tree: Mapping[str, Any]) -> str:
         f"Copy {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, bfloat16 products "
         f"{ceilings['bfloat16_matmul_flop_per_second'] / 1e12:.2f} TFLOP/s, both measured here."
     ]
-    for (model, layout), group in itertools.groupby(tree["rows"], _group):
+    for heading, group in itertools.groupby(tree["rows"], _group):
         first, *_ = rows = list(group)
-        title = f"{model}, {layout}: {first['parameters']:,} parameters in {first['leaves']} leaves"
+        title = f"{heading}: {first['parameters']:,} parameters in {first['leaves']} leaves"
         parts.append(output.section(title, _HEADER, _cells, rows))
     if rows := tree["training"]:
         header = ["training step", "ms", "range", "% over sgd", "% over adamw", "of matmul"]
@@ -354,7 +378,7 @@ def text(tree: Mapping[str, Any]) -> str:
 
 
 def plot(tree: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draws what share of its time each step needs at least, one panel for model and layout.
+    """Draws what share of its time each step needs at least, a panel for each table.
 
     Args:
       tree: what `step_time` writes as JSON.
@@ -381,7 +405,7 @@ def plot(tree: Mapping[str, Any], path: pathlib.Path) -> None:
         gridspec_kw={"height_ratios": heights},
         layout="constrained",
     )
-    for ax, ((model, layout), rows) in zip(axes[:, 0], drawn, strict=True):
+    for ax, (heading, rows) in zip(axes[:, 0], drawn, strict=True):
         names = [row["name"] for row in rows]
         moved = [row["share_of_floor"] for row in rows]
         multiplied = [row.get("share_of_matmul", 0.0) for row in rows]
@@ -391,7 +415,7 @@ def plot(tree: Mapping[str, Any], path: pathlib.Path) -> None:
         for name, row, end in zip(names, rows, ends, strict=True):
             ax.annotate(f" {row['ms']:.3g} ms", (end, name), va="center", fontsize=8)
         ax.invert_yaxis()
-        ax.set_title(f"GPT-2 {model}, {layout}", fontsize=10)
+        ax.set_title(f"GPT-2 {heading}", fontsize=10)
         ax.grid(alpha=0.3, axis="x")
         ax.axvline(1.0, color="black", linewidth=0.8)
         # Room for the milliseconds behind the bars.
@@ -438,6 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "settings": {
             "models": models,
             "layouts": args.layouts,
+            "programs": args.programs,
             "optimizers": names,
             "implementations": args.implementations,
             "repeats": args.repeats,
@@ -469,11 +494,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = []
         torch = [name for name in names if name not in listed]
         for row in rows(
-            models, args.layouts, chosen, torch, inner=args.steps, repeats=args.repeats
+            models,
+            args.layouts,
+            args.programs,
+            chosen,
+            torch,
+            inner=args.steps,
+            repeats=args.repeats,
         ):
-            logging.info(
-                "%s, %s, %s: %s", row["model"], row["layout"], row["name"], row.get("ms", "failed")
-            )
+            logging.info("%s, %s: %s", _group(row), row["name"], row.get("ms", "failed"))
             measured.append(row)
             tree["rows"] = complete(measured, tree["ceilings"])
             write()

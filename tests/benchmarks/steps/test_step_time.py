@@ -34,6 +34,7 @@ from mars_optax._src import execute
 from tests.benchmarks import flags
 from tests.support import interpreter
 
+_RESULTS = pathlib.Path(step_time.__file__).parents[1] / "results"
 _CANDIDATES = {one.name: one for one in step_candidates.candidates()}
 
 
@@ -63,6 +64,20 @@ class FloorsTest(parameterized.TestCase):
         candidate, _, state = candidate_and_state(name, params)
         counted = floors.step_bytes(params, state, clipped=candidate.clipped)
         self.assertEqual(counted, expected)
+
+    @parameterized.named_parameters(
+        ("adamw", "adamw", 28),
+        ("mars", "mars", 44),
+        ("mars_no_clip", "mars_no_clip", 36),
+        ("mars_bf16_prev_grad", "mars_bf16_prev_grad", 38),
+        ("mars_lion", "mars_lion", 36),
+        ("mars_memory_free", "mars_memory_free", 28),
+    )
+    def test_a_donated_state_has_its_previous_gradient_written(self, name: str, expected: int):
+        params = {"kernel": jnp.zeros((10, 6))}
+        candidate, _, state = candidate_and_state(name, params)
+        counted = floors.step_bytes(params, state, clipped=candidate.clipped, donated=True)
+        self.assertEqual(counted, 60 * expected)
 
     def test_8_bit_previous_gradients_are_written_with_their_scales(self):
         params = {"kernel": jnp.zeros((10, 6))}
@@ -220,15 +235,88 @@ class LoopTest(parameterized.TestCase):
             )
         self.assertEqual([figures[key] for key in ("ms_min", "ms", "ms_max")], [1.0, 2.0, 10.0])
 
-    def test_parameters_that_are_not_finite_are_no_result(self):
+    @parameterized.parameters(*step_loop.PROGRAMS)
+    def test_parameters_that_are_not_finite_are_no_result(self, program: str):
         def step(grads, state, params):
             return jax.tree.map(lambda p: p * jnp.inf, params), state
 
-        params, grads, prev_grads = map(functools.partial(jax.tree.map, jnp.asarray), trees())
+        params, grads, prev_grads = map(functools.partial(jax.tree.map, jnp.array), trees())
         with self.assertRaisesRegex(FloatingPointError, "Expected finite parameters"):
             step_loop.measure(
-                step, params, lambda params: (), grads, prev_grads, steps=2, repeats=1
+                step,
+                params,
+                lambda params: (),
+                grads,
+                prev_grads,
+                steps=2,
+                repeats=1,
+                program=program,
             )
+
+
+class StepTest(parameterized.TestCase):
+    def test_a_step_called_from_python_advances_the_state_in_its_own_buffers(self):
+        params, grads, prev_grads = map(functools.partial(jax.tree.map, jnp.array), trees())
+        candidate, transformation, _ = candidate_and_state("mars", params)
+        states, results = [], []
+
+        def init(params):
+            states.append(transformation.init(params))
+            return states[0]
+
+        def milliseconds(run):
+            # As `run` gives its buffers up again, what is looked at are copies.
+            results.append(jax.tree.map(jnp.array, run()))
+            return 8.0
+
+        with mock.patch.object(timing, "milliseconds", milliseconds):
+            figures = step_loop.measure(
+                candidate.step(transformation),
+                params,
+                init,
+                grads,
+                prev_grads,
+                steps=2,
+                repeats=2,
+                program="step",
+            )
+        for leaf in jax.tree.leaves((params, states[0])):
+            self.assertTrue(leaf.is_deleted())
+        # Once to warm up, then two measurements.
+        for call, (moved, state) in enumerate(results, start=2):
+            counts = optax.tree.get_all_with_path(state, "count")
+            self.assertNotEmpty(counts)
+            for _, count in counts:
+                self.assertEqual(int(count), 2 * call)
+            self.assertFalse(
+                bool(jnp.all(moved["first"]["kernel"] == trees()[0]["first"]["kernel"]))
+            )
+        # The gradients of every other step, and they are still there.
+        (kept,) = [kept for _, kept in optax.tree.get_all_with_path(results[-1][1], "prev_grad")]
+        chex.assert_trees_all_equal(kept["first"]["kernel"], prev_grads["first"]["kernel"])
+        self.assertFalse(jax.tree.leaves(prev_grads)[0].is_deleted())
+        self.assertAlmostEqual(figures["ms"], 8.0 / 2)
+
+    def test_all_of_the_state_is_written_where_it_was(self):
+        params, _, _ = trees()
+        for name in ("adamw", "mars", "mars_m"):
+            candidate, transformation, state = candidate_and_state(name, params)
+            compiled, _ = step_loop.compile_step(candidate.step(transformation), params, state)
+            given = jax.tree.leaves((params, state))
+            header = compiled.as_text().partition("\n")[0]
+            aliases = re.findall(r"\{(\d+)\}: \((\d+), \{\}, (?:may|must)-alias\)", header)
+            self.assertEqual(aliases, [(str(i), str(i)) for i in range(len(given))], name)
+
+    def test_kernels_and_copies_are_those_of_the_program(self):
+        params, _, _ = trees()
+        swapped = lambda grads, state, params: (state, params)  # noqa: E731
+        _, figures = step_loop.compile_step(swapped, params, params)
+        leaves = 4 * (256 * 128 + 128 * 256 + 128)
+        self.assertGreaterEqual(figures["copied_bytes"], leaves)
+        self.assertGreaterEqual(figures["kernels"], 3)
+        halved = lambda grads, state, params: (jax.tree.map(lambda p: p / 2, params), state)  # noqa: E731
+        _, figures = step_loop.compile_step(halved, params, params)
+        self.assertEqual(figures["copied_bytes"], 0)
 
 
 class HloTest(absltest.TestCase):
@@ -287,7 +375,7 @@ ENTRY %main (a: f32[4,2]) -> f32[4,2] {
 _CEILINGS = {"copy_bytes_per_second": 1e9, "bfloat16_matmul_flop_per_second": 1e12}
 
 
-class ReportTest(absltest.TestCase):
+class ReportTest(parameterized.TestCase):
     def row(self, name: str, ms: float, **more):
         return {
             "name": name,
@@ -319,6 +407,31 @@ class ReportTest(absltest.TestCase):
         self.assertAlmostEqual(completed[1]["over_torch"], 2.0)
         self.assertNotIn("share_of_matmul", completed[1])
         self.assertEqual(completed[4], rows[4])
+
+    def test_ratios_are_to_the_baseline_in_the_same_program(self):
+        rows = [
+            self.row("torch_adamw_fused", 0.05),
+            self.row("adamw", 0.1, program="loop"),
+            self.row("adamw", 0.2, program="step"),
+            self.row("mars", 0.3, program="step"),
+        ]
+        mars = step_time.complete(rows, _CEILINGS)[3]
+        self.assertAlmostEqual(mars["over_adamw"], 0.3 / 0.2)
+        self.assertAlmostEqual(mars["over_torch"], 0.3 / 0.05)
+
+    @parameterized.parameters(
+        (["loop", "step"], [("torch", None), ("adamw", "loop"), ("adamw", "step")]),
+        (["step"], [("adamw", "step")]),
+    )
+    def test_pytorchs_rows_are_measured_once_beside_the_loop(self, programs, expected):
+        adamw = [_CANDIDATES["adamw"]]
+        with (
+            mock.patch.object(step_time, "_torch_names", return_value=["torch"]),
+            mock.patch.object(step_time, "_torch_row", return_value={"ms": 1.0}),
+            mock.patch.object(step_time, "_jax_row", return_value={"ms": 1.0}),
+        ):
+            rows = list(step_time.rows(["tiny"], ["flat"], programs, adamw, [], inner=2, repeats=1))
+        self.assertEqual([(row["name"], row.get("program")) for row in rows], expected)
 
     def test_without_the_baseline_there_is_no_ratio(self):
         (row,) = step_time.complete([self.row("mars", 0.1)], _CEILINGS)
@@ -466,8 +579,45 @@ class CommandTest(parameterized.TestCase):
             self.assertEqual((row["leaves"], row["parameters"]), (16, 136_960))
         self.assertEqual(tree["rows"][0]["over_adamw"], 1.0)
         self.assertGreater(tree["rows"][2]["share_of_matmul"], 0)
-        self.assertIn("tiny, stacked: 136,960 parameters in 16 leaves", printed)
+        self.assertIn("tiny, stacked, loop: 136,960 parameters in 16 leaves", printed)
         self.assertRegex(printed, r"\nmars_m +\d")
+        self.run_command(f"--plot={self.result}")
+        self.assertStartsWith(self.result.with_suffix(".png").read_bytes(), b"\x89PNG")
+
+    def test_a_step_called_from_python_is_a_row_of_its_own(self):
+        printed = self.run_command(
+            "--programs=loop,step", "--layouts=stacked", "--optimizers=adamw,mars", "--steps=2"
+        )
+        rows = json.loads(self.result.read_text())["rows"]
+        found = [(row["program"], row["name"]) for row in rows]
+        self.assertEqual(found, [(p, n) for p in ("loop", "step") for n in ("adamw", "mars")])
+        for row in rows:
+            self.assertNotIn("error", row)
+            self.assertLessEqual(row["ms_min"], row["ms"])
+            self.assertGreater(row["kernels"], 0)
+            self.assertGreater(row["compile_seconds"], 0)
+            self.assertGreater(row["trace_seconds"], 0)
+            self.assertIsInstance(row["temporary_bytes"], int)
+            self.assertIsInstance(row["copied_bytes"], int)
+            self.assertGreater(row["share_of_floor"], 0)
+        params = gpt2_shapes.shapes("tiny", "stacked")
+        matrices = gpt2_shapes.dimension_numbers(params, embeddings=True)
+        kept = jax.tree.map(lambda p, its: 4 * p.size * (its is not None), params, matrices)
+        floor = {found: row["floor_bytes"] for found, row in zip(found, rows, strict=True)}
+        self.assertEqual(floor["step", "adamw"], floor["loop", "adamw"])
+        self.assertEqual(floor["step", "mars"] - floor["loop", "mars"], sum(jax.tree.leaves(kept)))
+        self.assertEqual(rows[2]["over_adamw"], 1.0)
+        for program in ("loop", "step"):
+            self.assertIn(f"tiny, stacked, {program}: 136,960 parameters", printed)
+        self.run_command(f"--plot={self.result}")
+        self.assertStartsWith(self.result.with_suffix(".png").read_bytes(), b"\x89PNG")
+
+    def test_results_from_before_there_were_programs_are_of_the_loop(self):
+        recorded = (_RESULTS / "step_time_small_h100.json").read_text()
+        self.assertNotIn('"program"', recorded)
+        self.assertIn("small, stacked, loop: 124,439,808", step_time.text(json.loads(recorded)))
+        self.result.parent.mkdir()
+        self.result.write_text(recorded)
         self.run_command(f"--plot={self.result}")
         self.assertStartsWith(self.result.with_suffix(".png").read_bytes(), b"\x89PNG")
 
@@ -559,6 +709,7 @@ class CommandTest(parameterized.TestCase):
         ("model", ["--model=huge"], "--model: Expected some of tiny"),
         ("models", ["--train_step", "--model=tiny,mini"], "one --model beside --train_step"),
         ("layout", ["--layouts=round"], "--layouts: Expected some of flat"),
+        ("program", ["--programs=scan"], "--programs: Expected some of loop, step"),
         ("implementation", ["--implementations=triton"], "--implementations: Expected some of"),
         ("no_row", ["--optimizers=adamw,nothing"], "got 'nothing'. Correct --optimizers"),
         ("out", ["--out="], "a folder that can be made as --out"),
