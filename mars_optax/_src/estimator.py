@@ -191,11 +191,11 @@ class Estimator:
         params: Any,
         extra_args: Mapping[str, Any],
         axes: Any,
-        in_pass: bool = True,
+        in_pass: bool,
     ) -> tuple[Estimate, dict[str, Any]]:
         """What c of this step is made of, and the fields of the state after the step.
 
-        `in_pass` says that XLA makes the pass that reads the gradient and the previous one.
+        `in_pass` says that XLA makes one pass that reads both gradients and has several outputs.
         """
         fields: dict[str, Any] = dict.fromkeys(self.kept)
         if self.correction == "none":
@@ -329,7 +329,7 @@ def _stored(updates: optax.Updates, state: Any, in_pass: bool) -> dict[str, Any]
 
     A gradient that is returned as it is XLA copies into the donated buffer of the one before, by a
     kernel for each leaf. One chosen out of both, by what the compiler does not know to be true, it
-    writes in the pass that reads both: `in_pass`, where XLA makes that.
+    writes in the pass that reads both: `in_pass`, where XLA makes one of several outputs.
     """
     if state.prev_grad_scale is None:
         prev_grad = trees.copies(updates, like=state.prev_grad)

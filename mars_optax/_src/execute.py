@@ -156,7 +156,7 @@ def kernels_are_faster(operands: Sequence[Any], is_local: bool = False) -> bool:
     """
     # Pallas changes from version to version: by default it is used where it was run.
     is_known = (0, 11) <= jax.__version_info__ < (0, 12)
-    is_one_gpu = jax.default_backend() == "gpu" and (is_local or mesh.is_plain(operands))
+    is_one_gpu = mesh.is_for_gpus() and (is_local or mesh.is_plain(operands))
     is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
     is_near = all(precision.host_memory_of(x) is None for x in operands)
     return is_known and is_one_gpu and is_traced and is_near and can_run()
@@ -241,7 +241,7 @@ def _refusal() -> str | None:
         return None
     if jax.__version_info__ < (0, 10):
         return f"it needs JAX 0.10 or newer, this is {jax.__version__}"
-    if jax.default_backend() == "gpu":
+    if mesh.is_for_gpus():
         # Not every make of device has this attribute.
         capability = getattr(jax.devices()[0], "compute_capability", "unknown")
         if capability != "9.0":

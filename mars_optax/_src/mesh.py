@@ -34,6 +34,11 @@ def has_partitioner() -> bool:
     return jax.default_backend() != "tpu"
 
 
+def is_for_gpus() -> bool:
+    """Whether programs are for GPUs, as far as is known before they are compiled."""
+    return jax.default_backend() == "gpu"
+
+
 def explicit(x: Any) -> Any:
     """The mesh of an array whose type says how it is sharded, or None."""
     mesh = jax.typeof(x).sharding.mesh

@@ -54,12 +54,12 @@ def _leaf(stack: jax.Array, like: jax.Array, axes: partition.Axes) -> jax.Array:
 
 
 def _in_rows(stack: jax.Array) -> jax.Array:
-    """The stack as it is, in memory, too, on one device.
+    """The stack as it is, on a GPU in memory, too.
 
     Flat, it has one layout. Else XLA computes the momentum of a leaf that is turned, and its new
     parameters, in the transposed layout: from transposed copies of all that they are made of.
     """
-    if not mesh.is_local(stack):
+    if not (mesh.is_for_gpus() and mesh.is_local(stack)):
         return stack
     return jax.lax.optimization_barrier(stack.reshape(-1)).reshape(stack.shape)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, in_shard_map, named, partition, run, trees, types
+from mars_optax._src import checks, in_shard_map, mesh, named, partition, run, trees, types
 from mars_optax._src.estimator import Estimator
 from mars_optax._src.leaf import quantization
 from mars_optax._src.leaf.momentum import momentum_step
@@ -80,7 +80,7 @@ def rule(
         specs = in_shard_map.specs_of(extra_args, updates)
         if source.dtype is not None and quantization.is_scaled(source.dtype):
             in_shard_map.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
-        in_pass = by != "pallas"
+        in_pass = mesh.is_for_gpus() and by != "pallas"
         estimate, fields = source.estimate(updates, state, params, extra_args, axes, in_pass)
         old = tuple(getattr(state, moment) for moment in moments)
         how = {"max_norm": max_norm, "axes": axes, "implementation": by, "specs": specs}

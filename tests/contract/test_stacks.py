@@ -282,15 +282,20 @@ class BoundTest(parameterized.TestCase):
         self.assertGreater(five, stack)  # it is measured at all
         self.assertLessEqual(temporary(10), five)
 
-    @parameterized.parameters(("tall", True, 1), ("wide", True, 0), ("tall", False, 0))
-    def test_tall_matrices_are_turned_behind_a_barrier(self, name: str, is_one: bool, count: int):
-        # Else a GPU computes the momentum of these leaves twice, once in the transposed layout.
-        with mock.patch.object(mesh, "is_one_device", return_value=is_one):
-            primitives = _primitives(_together([name]), [_leaf(name)])
+    @parameterized.parameters(("tall", True, 2), ("wide", True, 0), ("tall", False, 0))
+    def test_on_a_gpu_tall_matrices_are_turned_behind_barriers(
+        self, name: str, is_for_gpus: bool, count: int
+    ):
+        # Else the momentum of these leaves is computed twice, once in the transposed layout.
+        with _one_device(), mock.patch.object(mesh, "is_for_gpus", return_value=is_for_gpus):
+            fn = _together([name], implementation="xla")
+            primitives = _primitives(fn, [_leaf(name)])
         self.assertEqual(primitives.count("optimization_barrier"), count)
         if count:
-            barrier = primitives.index("optimization_barrier")
-            self.assertEqual(primitives[barrier + 1 : barrier + 3], ["reshape", "transpose"])
+            first = primitives.index("optimization_barrier")
+            self.assertEqual(primitives[first + 1 : first + 3], ["reshape", "transpose"])
+            last = len(primitives) - 1 - primitives[::-1].index("optimization_barrier")
+            self.assertEqual(primitives[last - 2 : last], ["transpose", "reshape"])
 
 
 class StepsTest(parameterized.TestCase):

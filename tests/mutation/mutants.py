@@ -58,6 +58,7 @@ EXACT: Final = "tests/parity/test_exact.py"
 ISOLATION: Final = "tests/contract/test_isolation.py"
 CORNERS: Final = "tests/contract/test_corners.py"
 STACKS: Final = "tests/contract/test_stacks.py"
+FOR_GPUS: Final = "tests/contract/test_programs_for_gpus.py"
 TREES: Final = "tests/contract/test_trees.py"
 TYPES: Final = "tests/contract/test_state_types.py::StateTypesTest"
 INJECT: Final = "tests/contract/test_inject.py::InjectTest"
@@ -483,17 +484,42 @@ _STATE: Final = (
     Mutant(
         "previous_not_kept",
         "estimator.py",
-        'return {"prev_grad": trees.copies(updates, like=state.prev_grad)}',
-        'return {"prev_grad": trees.copies(state.prev_grad, like=state.prev_grad)}',
+        "prev_grad = trees.copies(updates, like=state.prev_grad)",
+        "prev_grad = trees.copies(state.prev_grad, like=state.prev_grad)",
         "the previous gradient is never replaced",
         (MARS_0,),
     ),
     Mutant(
+        "previous_chosen_late",
+        "estimator.py",
+        "functools.partial(jnp.where, state.count >= 0)",
+        "functools.partial(jnp.where, state.count > 0)",
+        "on GPUs the first gradient is not kept",
+        (FOR_GPUS + "::SameNumbersTest",),
+    ),
+    Mutant(
+        "previous_returned",
+        "transformation.py",
+        'in_pass = mesh.is_for_gpus() and by != "pallas"',
+        "in_pass = False",
+        "on GPUs each gradient is copied by a kernel of its own",
+        (FOR_GPUS + "::ChoiceTest",),
+    ),
+    Mutant(
+        "previous_chosen_beside_kernels",
+        "transformation.py",
+        'in_pass = mesh.is_for_gpus() and by != "pallas"',
+        "in_pass = mesh.is_for_gpus()",
+        "beside kernels the gradient takes a pass of its own",
+        (FOR_GPUS + "::ChoiceTest",),
+    ),
+    Mutant(
         "previous_corrected",
         "estimator.py",
-        "fields |= _stored(updates, state)",
+        "fields |= _stored(updates, state, in_pass)",
         "its = functools.partial(_corrected, k=self.coefficient(state.count))\n"
-        "            fields |= _stored(jax.tree.map(its, updates, prev_grad, updates), state)",
+        "            fields |= _stored(jax.tree.map(its, updates, prev_grad, updates), state, "
+        "in_pass)",
         "the state keeps the corrected gradient, not the gradient",
         (MARS_0,),
     ),
@@ -1250,17 +1276,25 @@ _VARIANTS: Final = (
     Mutant(
         "long_side_squared",
         "stacks.py",
-        "    if stack.shape[1] <= stack.shape[2]:\n",
-        "    if stack.shape[1] >= stack.shape[2]:\n",
+        "if stack.shape[1] > stack.shape[2] else stack",
+        "if stack.shape[1] < stack.shape[2] else stack",
         "the Gram matrix is that of the long side",
         (STACKS + "::BoundTest",),
     ),
     Mutant(
         "turned_before_the_momentum",
         "stacks.py",
-        "flat = jax.lax.optimization_barrier(stack.reshape(-1))",
-        "flat = stack.reshape(-1)",
+        "return jnp.swapaxes(_in_rows(stack), 1, 2) if",
+        "return jnp.swapaxes(stack, 1, 2) if",
         "XLA may compute the momentum of tall matrices in the transposed layout",
+        (STACKS + "::SharingTest",),
+    ),
+    Mutant(
+        "turned_after_the_parameters",
+        "stacks.py",
+        "stack = _in_rows(jnp.swapaxes(stack, 1, 2))",
+        "stack = jnp.swapaxes(stack, 1, 2)",
+        "XLA may compute the parameters of tall matrices in the transposed layout",
         (STACKS + "::SharingTest",),
     ),
     Mutant(

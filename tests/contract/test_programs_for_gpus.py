@@ -1,0 +1,134 @@
+"""What programs for GPUs are told otherwise: the same numbers, by passes that copy nothing."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+
+import mars_optax
+from mars_optax._src import mesh
+from tests.support import interpreter, trees
+
+_BUILDS: dict[str, Callable[[], Any]] = {
+    "mars": lambda: mars_optax.mars(0.1),
+    "mars_without_clip": lambda: mars_optax.mars(0.1, max_norm=None, optimize_1d=True),
+    "mars_brain": lambda: mars_optax.mars(0.1, prev_grad_dtype="bfloat16"),
+    "mars_half": lambda: mars_optax.mars(0.1, prev_grad_dtype="float16"),
+    "mars_8_bits": lambda: mars_optax.mars(0.1, prev_grad_dtype="float8_e4m3fn"),
+    "mars_adaptive": lambda: mars_optax.mars(0.1, gamma=mars_optax.AdaptiveGamma()),
+    "mars_first_step": lambda: mars_optax.mars(0.1, first_step="no_correction"),
+    "mars_lion": lambda: mars_optax.mars_lion(0.1),
+    "mars_shampoo": lambda: mars_optax.mars_shampoo(0.1, ns_dtype="float32"),
+    "mars_m": lambda: mars_optax.mars_m(0.1, ns_dtype="float32"),
+    "mars_soap": lambda: mars_optax.mars_soap(0.1),
+    "correct_gradients": mars_optax.correct_gradients,
+}
+_PARAMS = {"tall": (6, 4), "wide": (3, 5), "bias": (4,)}
+
+
+def _tree(seed: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in _PARAMS.items()}
+
+
+def _for_gpus(is_for_gpus: bool = True) -> Any:
+    """As a process on one GPU would see it, without kernels."""
+    return mock.patch.multiple(
+        mesh,
+        is_for_gpus=lambda: is_for_gpus,
+        is_one_device=lambda: True,
+        is_plain=lambda arrays: False,
+    )
+
+
+def _program(tx: Any, *, by: Callable[..., Any] = jax.jit) -> Callable[..., Any]:
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return by(step)
+
+
+def _steps(build: Callable[[], Any], is_for_gpus: bool, bad: float | None = None) -> Any:
+    with _for_gpus(is_for_gpus):
+        tx = build()
+        params, step = _tree(0), _program(tx)
+        state = tx.init(params)
+        for i in range(3):
+            grads = _tree(i + 1)
+            if bad is not None and i == 1:
+                grads["tall"] = grads["tall"].at[0, 1].set(bad)
+            params, state = step(params, state, grads)
+        return params, state
+
+
+def _makers(tx: Any) -> set[str]:
+    """The operations whose results are the new previous gradients."""
+    params, state = _tree(0), tx.init(_tree(0))
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return tx.update(grads, state, params)[1].prev_grad
+
+    jaxpr = jax.make_jaxpr(update)(_tree(1), state, params).jaxpr
+    makers = {id(v): e.params.get("name", e.primitive.name) for e in jaxpr.eqns for v in e.outvars}
+    return {makers[id(v)] for v in jaxpr.outvars}
+
+
+class SameNumbersTest(parameterized.TestCase):
+    @parameterized.parameters(*_BUILDS)
+    def test_a_trajectory_is_the_same(self, name: str):
+        expected, actual = (_steps(_BUILDS[name], is_for_gpus) for is_for_gpus in (False, True))
+        trees.assert_same_types(actual, expected)
+        # Another program may round products of matrices otherwise.
+        trees.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+        kept = actual[1].prev_grad
+        if kept is not None:
+            trees.assert_equal(kept, expected[1].prev_grad)
+
+    @parameterized.product(name=["mars", "mars_half", "mars_lion"], bad=[np.nan, np.inf, 1e30])
+    def test_what_is_not_finite_is_kept_as_before(self, name: str, bad: float):
+        expected, actual = (_steps(_BUILDS[name], is_gpu, bad) for is_gpu in (False, True))
+        trees.assert_equal(actual[1].prev_grad, expected[1].prev_grad)
+
+    def test_under_vmap_and_derivatives(self):
+        grads = jax.tree.map(lambda *xs: jnp.stack(xs), _tree(1), _tree(2))
+
+        def loss(scale: Any, tx: Any) -> Any:
+            params, state, step = _tree(0), tx.init(_tree(0)), _program(tx, by=lambda f: f)
+            for factor in (scale, 2 * scale, 3 * scale):
+                grads = optax.tree.scale(factor, params)
+                params, state = step(params, state, grads)
+            return optax.tree.norm(params, squared=True)
+
+        results = []
+        for is_for_gpus in (False, True):
+            with _for_gpus(is_for_gpus):
+                tx = mars_optax.mars(0.1)
+                step = _program(tx, by=lambda f: jax.jit(jax.vmap(f, in_axes=(None, None, 0))))
+                results.append((step(_tree(0), tx.init(_tree(0)), grads), jax.grad(loss)(1.0, tx)))
+        trees.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
+
+
+class ChoiceTest(parameterized.TestCase):
+    @parameterized.parameters("mars", "mars_brain", "mars_lion", "mars_m", "correct_gradients")
+    def test_the_gradient_is_chosen_there_and_returned_elsewhere(self, name: str):
+        tx = _BUILDS[name]()
+        with _for_gpus():
+            self.assertEqual(_makers(tx), {"_where"})
+        with _for_gpus(False):
+            self.assertNotIn("_where", _makers(tx))
+
+    def test_kernels_get_it_returned(self):
+        # They make a pass of their own: a choice would be one more.
+        tx = mars_optax.mars(0.1, implementation="pallas")
+        with interpreter.always(), _for_gpus():
+            self.assertNotIn("_where", _makers(tx))
+
+
+if __name__ == "__main__":
+    absltest.main()
