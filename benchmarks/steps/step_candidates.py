@@ -73,6 +73,7 @@ class _Ours:
     factory: Callable[..., optax.GradientTransformation]
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     orthogonalizes: bool = False
+    embeddings: bool = False  # whether they are matrices, too
 
     def build(self, params: Any, *, implementation: str) -> optax.GradientTransformation:
         has_kernels = "implementation" in inspect.signature(self.factory).parameters
@@ -81,7 +82,7 @@ class _Ours:
             _LEARNING_RATE,
             weight_decay=_DECAY,
             weight_dimension_numbers=gpt2_shapes.dimension_numbers(
-                params, embeddings=not self.orthogonalizes
+                params, embeddings=self.embeddings
             ),
             **(chosen if has_kernels else {}),
             **self.settings,
@@ -89,18 +90,19 @@ class _Ours:
 
 
 _OURS = {
-    "mars": _Ours(mars_optax.mars),
-    "mars_no_clip": _Ours(mars_optax.mars, {"max_norm": None}),
-    "mars_bf16_prev_grad": _Ours(mars_optax.mars, {"prev_grad_dtype": "bfloat16"}),
+    "mars": _Ours(mars_optax.mars, embeddings=True),
+    "mars_no_clip": _Ours(mars_optax.mars, {"max_norm": None}, embeddings=True),
+    "mars_bf16_prev_grad": _Ours(mars_optax.mars, {"prev_grad_dtype": "bfloat16"}, embeddings=True),
     "mars_memory_free": _Ours(
         mars_optax.mars,
         {"max_norm": None, "keep_prev_grad": False, "second_moment": "gradient"},
+        embeddings=True,
     ),
-    "mars_lion": _Ours(mars_optax.mars_lion),
+    "mars_lion": _Ours(mars_optax.mars_lion, embeddings=True),
     "mars_shampoo": _Ours(mars_optax.mars_shampoo, orthogonalizes=True),
     "mars_m": _Ours(mars_optax.mars_m, orthogonalizes=True),
     "mars_m_rows": _Ours(mars_optax.mars_m, {"row_b2": 0.95}, orthogonalizes=True),
-    "mars_soap": _Ours(mars_optax.mars_soap, orthogonalizes=True),
+    "mars_soap": _Ours(mars_optax.mars_soap),
 }
 
 
