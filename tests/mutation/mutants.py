@@ -1287,7 +1287,7 @@ _VARIANTS: Final = (
         "return jnp.swapaxes(_in_rows(stack), 1, 2) if",
         "return jnp.swapaxes(stack, 1, 2) if",
         "XLA may compute the momentum of tall matrices in the transposed layout",
-        (STACKS + "::SharingTest",),
+        (STACKS + "::BoundTest",),
     ),
     Mutant(
         "turned_after_the_parameters",
@@ -1295,7 +1295,7 @@ _VARIANTS: Final = (
         "stack = _in_rows(jnp.swapaxes(stack, 1, 2))",
         "stack = jnp.swapaxes(stack, 1, 2)",
         "XLA may compute the parameters of tall matrices in the transposed layout",
-        (STACKS + "::SharingTest",),
+        (STACKS + "::BoundTest",),
     ),
     Mutant(
         "stacks_unbounded",
