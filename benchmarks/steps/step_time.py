@@ -413,7 +413,7 @@ def plot(tree: Mapping[str, Any], path: pathlib.Path) -> None:
         ax.barh(names, moved, label="bytes at the bandwidth of a copy")
         ax.barh(names, multiplied, left=moved, label="Newton-Schulz at the rate of products")
         for name, row, end in zip(names, rows, ends, strict=True):
-            ax.annotate(f" {row['ms']:.3g} ms", (end, name), va="center", fontsize=8)
+            ax.annotate(f" {row['ms']:#.3g} ms", (end, name), va="center", fontsize=8)
         ax.invert_yaxis()
         ax.set_title(f"GPT-2 {heading}", fontsize=10)
         ax.grid(alpha=0.3, axis="x")
