@@ -655,6 +655,13 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         TOOLS,
+        "`orthogonalize` gets an array of integers.",
+        "The result has the dtype of `x`.",
+        "got dtype int32",
+        lambda: mars_optax.orthogonalize(jnp.ones((2, 3), jnp.int32)),
+    ),
+    Example(
+        TOOLS,
         "`describe` gets an optimizer in which nothing is of this package.",
         "Wrapped by Optax's functions it may be; its `init` has to be called.",
         "got a `GradientTransformationExtraArgs`",
