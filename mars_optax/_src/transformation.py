@@ -89,7 +89,11 @@ def rule(
         if inner is not None:
             # Those that are ours alone could be refused inside.
             its = {k: x for k, x in extra_args.items() if k != "prev_grad" and x is not None}
-            result, new = inner.update(result, state.inner_state, params, **its)
+            try:
+                result, new = inner.update(result, state.inner_state, params, **its)
+            except (TypeError, ValueError):  # maybe as the gradients are not those of the state
+                checks.inner_state(jax.eval_shape(inner.init, result), state.inner_state, name)
+                raise
             checks.inner_state(new, state.inner_state, name)
             # Of the old one's structure: metadata in the nodes of gradients may differ.
             new = jax.tree.unflatten(jax.tree.structure(state.inner_state), jax.tree.leaves(new))
