@@ -83,6 +83,12 @@ class AdaptiveGamma:
 
     def __post_init__(self) -> None:
         checks.decay_rate("decay", self.decay)
+        if isinstance(self.decay, jax.Array) and jnp.issubdtype(self.decay.dtype, jnp.integer):
+            raise TypeError(
+                f"`decay`: expected a floating-point number in [0, 1), got {self.decay!r}, as "
+                "where `optax.inject_hyperparams` calls a class with the step count. Pass an "
+                "instance, `gamma=AdaptiveGamma()`."
+            )
         for name in ("initial", "low", "high"):
             checks.number(name, getattr(self, name))
         numbers = all(isinstance(x, int | float) for x in (self.low, self.high))

@@ -342,6 +342,15 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         BUILT,
+        "`optax.inject_hyperparams` gets the class `AdaptiveGamma` in place of an instance.",
+        "It takes whatever can be called for a schedule; an instance cannot.",
+        "got Array(0, dtype=int32), as where",
+        lambda: optax.inject_hyperparams(_mars)(0.1, gamma=mars_optax.AdaptiveGamma).init(
+            _params()
+        ),
+    ),
+    Example(
+        BUILT,
         "`ns_coeffs` names no preset.",
         "The message lists the presets.",
         "got 'cubic'",
