@@ -82,10 +82,11 @@ class AdaptiveGamma:
     high: float = 1.0
 
     def __post_init__(self) -> None:
-        checks.decay_rate("decay", self.decay)
-        if isinstance(self.decay, jax.Array) and jnp.issubdtype(self.decay.dtype, jnp.integer):
+        decay: Any = self.decay
+        checks.decay_rate("decay", decay)
+        if isinstance(decay, jax.Array) and jnp.issubdtype(decay.dtype, jnp.integer):
             raise TypeError(
-                f"`decay`: expected a floating-point number in [0, 1), got {self.decay!r}, as "
+                f"`decay`: expected a floating-point number in [0, 1), got {decay!r}, as "
                 "where `optax.inject_hyperparams` calls a class with the step count. Pass an "
                 "instance, `gamma=AdaptiveGamma()`."
             )

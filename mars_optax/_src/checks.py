@@ -5,7 +5,7 @@ The range of a number is checked. An array may be traced, without a value yet: i
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,11 @@ import numpy as np
 from mars_optax._src.leaf import precision, quantization
 
 _ARRAYS = jax.Array | np.ndarray | np.generic
+
+# The fields of a state that have one number for each row of a leaf.
+_PER_ROW: Final = ("prev_grad_scale",)
+# Those that are no tree of the parameters' shapes.
+OF_ANY_SHAPE: Final = ("gamma_state", "inner_state")
 
 
 def _is_number(value: Any) -> bool:
@@ -285,13 +290,20 @@ def state_type(state: Any, kind: type, name: str) -> None:
         )
 
 
-def state_fields(
-    state: Any, wanted: Any, name: str, rows: Sequence[str] = (), free: Sequence[str] = ()
-) -> None:
+def state(state: Any, kind: type, name: str, wanted: Mapping[str, Any]) -> None:
+    """A state is of type `kind`, gradients are like its first field that is kept, others fit."""
+    state_type(state, kind, name)
+    for field, updates in wanted.items():
+        if updates is not None and field not in OF_ANY_SHAPE and getattr(state, field) is not None:
+            gradients(updates, getattr(state, field), f"`state.{field}`")
+            break
+    state_fields(state, wanted, name)
+
+
+def state_fields(state: Any, wanted: Mapping[str, Any], name: str) -> None:
     """The trees of a state are those that the settings ask for, with a leaf for each gradient.
 
-    `wanted` has the gradients that have a leaf in a field, or None where it is not kept. Those of
-    `rows` have one number for each row of a leaf, those of `free` any structure.
+    `wanted` has the gradients that have a leaf in a field, or None where it is not kept.
     """
     for field, updates in wanted.items():
         tree = getattr(state, field)
@@ -301,8 +313,8 @@ def state_fields(
                 f"`state.{field}`: expected {expected} with these settings of `{name}`, got {got}. "
                 f"{_STATE_ADVICE}"
             )
-        if field not in free:
-            like = jax.tree.map(_of_rows, updates) if field in rows else updates
+        if field not in OF_ANY_SHAPE:
+            like = jax.tree.map(_of_rows, updates) if field in _PER_ROW else updates
             same_shapes(f"state.{field}", tree, like, "the gradients", _STATE_ADVICE)
 
 

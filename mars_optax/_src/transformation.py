@@ -74,7 +74,10 @@ def rule(
         updates: Any, state: Any, params: Any, extra_args: Any, by: Any, finish: Any = None
     ) -> tuple[Any, Any]:
         """The directions, or with `finish` the new parameters, and the new state."""
-        source.check(updates, state, state_type, name, kept)
+        wanted = {field: updates if is_kept else None for field, is_kept in kept.items()}
+        if updates is None:  # a tree without leaves, of which only a field of any shape keeps more
+            wanted = {field: None for field in wanted if field not in checks.OF_ANY_SHAPE}
+        checks.state(state, state_type, name, wanted)
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         specs = in_shard_map.specs_of(extra_args, updates)
