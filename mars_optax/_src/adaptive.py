@@ -55,7 +55,7 @@ class AdaptiveGamma:
       high: The largest gamma; default 1, with which noiseless gradients are followed exactly.
 
     Raises:
-      TypeError: If an attribute is no number.
+      TypeError: If an attribute is no number, or `decay` an array of integers.
       ValueError: If `decay` is not in [0, 1), or `low` above `high`.
 
     Examples:
