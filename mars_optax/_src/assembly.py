@@ -54,9 +54,9 @@ def optimizer(
     sample = make(weight_dimension_numbers=None)
     # Where captured functions are made anew, as by Equinox, attributes are lost.
     source, default = sample.estimator, sample.default
-    has_inner = getattr(sample.kept, "inner_state", False)
-    # Those of the matrices first.
-    tree_fields = sorted(_TREES, key=lambda field: not getattr(sample.kept, field, False))
+    has_momentum, has_inner = (getattr(sample.kept, x, False) for x in ("mu", "inner_state"))
+    # Averages that vectors alone have come last.
+    tree_fields = sorted(_TREES, key=lambda field: not has_momentum and field in ("mu", "nu"))
     # `grad_fn` wants all parameters: where no single rule sees them, the optimizer keeps them.
     hands_over = vector_rule is not None and source.evaluates
     inner_correction = HandedOver(correction) if hands_over else correction
