@@ -240,6 +240,25 @@ class VarianceReducedTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "expected the 3 arrays .* of these gradients"):
             tx.update({"kernel": jnp.ones((4, 3))}, state)
 
+    @parameterized.product(names=["b", "", "bk", "bknz"], dtype=["float32", "float16"])
+    def test_gradients_of_another_tree_are_refused_where_no_gradient_is_kept(self, names, dtype):
+        tx = mars_optax.variance_reduced(
+            optax.scale_by_adam(), 0.1, correction="none", optimize_1d=True
+        )
+        state = tx.init({key: jnp.ones((4, 3), dtype) for key in "bkn"})
+        number = 1 + 2 * len(names)
+        message = f"^`state.inner_state`: expected the {number} arrays .* these gradients, got 7, "
+        with self.assertRaisesRegex(ValueError, message):
+            tx.update({key: jnp.ones((2, 3), dtype) for key in names}, state)
+
+    def test_errors_of_a_preconditioner_stay_its_own(self):
+        tx = mars_optax.variance_reduced(
+            optax.scale_by_factored_rms(), 0.1, correction="none", optimize_1d=True
+        )
+        params = {"kernel": jnp.ones((1, 3))}
+        with self.assertRaisesRegex(ValueError, "you are not passing `params`"):
+            tx.update(params, tx.init(params))
+
     def test_numbers_as_parameters_leave_no_weak_types(self):
         params = {"a": 1.0}
         tx = mars_optax.variance_reduced(optax.scale_by_adam(), 0.1, optimize_1d=True)

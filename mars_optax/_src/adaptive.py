@@ -55,7 +55,7 @@ class AdaptiveGamma:
       high: The largest gamma; default 1, with which noiseless gradients are followed exactly.
 
     Raises:
-      TypeError: If an attribute is no number.
+      TypeError: If an attribute is no number, or `decay` an array of integers.
       ValueError: If `decay` is not in [0, 1), or `low` above `high`.
 
     Examples:
@@ -82,7 +82,14 @@ class AdaptiveGamma:
     high: float = 1.0
 
     def __post_init__(self) -> None:
-        checks.decay_rate("decay", self.decay)
+        decay: Any = self.decay
+        checks.decay_rate("decay", decay)
+        if isinstance(decay, jax.Array) and jnp.issubdtype(decay.dtype, jnp.integer):
+            raise TypeError(
+                f"`decay`: expected a floating-point number in [0, 1), got {decay!r}, as "
+                "where `optax.inject_hyperparams` calls a class with the step count. Pass an "
+                "instance, `gamma=AdaptiveGamma()`."
+            )
         for name in ("initial", "low", "high"):
             checks.number(name, getattr(self, name))
         numbers = all(isinstance(x, int | float) for x in (self.low, self.high))

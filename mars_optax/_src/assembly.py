@@ -10,7 +10,7 @@ import optax
 
 from mars_optax._src import checks, execute, in_shard_map, named, partition, run, trees
 from mars_optax._src.adaptive import AdaptiveGammaState
-from mars_optax._src.estimator import OF_ANY_SHAPE, PER_ROW, HandedOver
+from mars_optax._src.estimator import HandedOver
 from mars_optax._src.leaf import precision
 from mars_optax._src.states import State
 
@@ -55,6 +55,8 @@ def optimizer(
     # Where captured functions are made anew, as by Equinox, attributes are lost.
     source, default = sample.estimator, sample.default
     has_momentum, has_inner = (getattr(sample.kept, x, False) for x in ("mu", "inner_state"))
+    # Averages that vectors alone have come last.
+    tree_fields = sorted(_TREES, key=lambda field: not has_momentum and field in ("mu", "nu"))
     # `grad_fn` wants all parameters: where no single rule sees them, the optimizer keeps them.
     hands_over = vector_rule is not None and source.evaluates
     inner_correction = HandedOver(correction) if hands_over else correction
@@ -100,19 +102,15 @@ def optimizer(
         step: Any, updates: Any, state: Any, params: Any, like: Any, extra_args: Any
     ) -> Any:
         """The results of `step` with each rule, its state, and its part of the trees."""
-        checks.state_type(state, state_type, name)
         rules, labels = rules_for(like)
         parts = {label: _part(labels, label, updates) for label in rules}
         wanted = {}
-        for field in _TREES:
+        for field in tree_fields:
             kept = [parts[k] for k, rule in rules.items() if getattr(rule.kept, field, False)]
             wanted[field] = _whole(labels, kept)
         if hands_over:
             wanted["prev_params"] = updates
-        field = "mu" if has_momentum else "prev_params" if hands_over else "prev_grad"
-        if wanted[field] is not None and getattr(state, field) is not None:
-            checks.gradients(wanted[field], getattr(state, field), f"`state.{field}`")
-        checks.state_fields(state, wanted, name, PER_ROW, OF_ANY_SHAPE)
+        checks.state(state, state_type, name, wanted)
         prev_params = None
         if hands_over:
             extra_args["prev_grad"] = source.evaluate(updates, state, params, extra_args)

@@ -5,7 +5,7 @@ The range of a number is checked. An array may be traced, without a value yet: i
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,20 @@ from mars_optax._src.leaf import precision, quantization
 
 _ARRAYS = jax.Array | np.ndarray | np.generic
 
+# The fields of a state that have one number for each row of a leaf.
+_PER_ROW: Final = ("prev_grad_scale",)
+# Those that are no tree of the parameters' shapes.
+OF_ANY_SHAPE: Final = ("gamma_state", "inner_state")
+
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and type(value) is not bool
+
+
+def _is_real(value: Any) -> bool:
+    """Whether it is a real number, or an array of such."""
+    is_array = isinstance(value, _ARRAYS) and not jnp.iscomplexobj(value)
+    return _is_number(value) or (is_array and jnp.issubdtype(value.dtype, jnp.number))
 
 
 def is_zero(value: Any) -> bool:
@@ -28,9 +39,7 @@ def is_zero(value: Any) -> bool:
 def number(name: str, value: Any, *, or_schedule: bool = False) -> None:
     """A real number, also as an array of rank 0, or, where allowed, a schedule, of any value."""
     is_schedule = or_schedule and callable(value) and not isinstance(value, type)
-    is_scalar = isinstance(value, _ARRAYS) and value.ndim == 0 and not jnp.iscomplexobj(value)
-    is_real = _is_number(value) or (is_scalar and jnp.issubdtype(value.dtype, jnp.number))
-    if not (is_schedule or is_real):
+    if not (is_schedule or (_is_real(value) and jnp.ndim(value) == 0)):
         kinds = "a real number or a real array of rank 0" + ", or a schedule of these" * or_schedule
         call = f", or call the class: `{value.__name__}()`" if isinstance(value, type) else ""
         raise TypeError(f"`{name}`: expected {kinds}, got {value!r}. Pass {kinds}{call}.")
@@ -281,13 +290,20 @@ def state_type(state: Any, kind: type, name: str) -> None:
         )
 
 
-def state_fields(
-    state: Any, wanted: Any, name: str, rows: Sequence[str] = (), free: Sequence[str] = ()
-) -> None:
+def state(state: Any, kind: type, name: str, wanted: Mapping[str, Any]) -> None:
+    """A state is of type `kind`, gradients are like its first field that is kept, others fit."""
+    state_type(state, kind, name)
+    for field, updates in wanted.items():
+        if updates is not None and field not in OF_ANY_SHAPE and getattr(state, field) is not None:
+            gradients(updates, getattr(state, field), f"`state.{field}`")
+            break
+    state_fields(state, wanted, name)
+
+
+def state_fields(state: Any, wanted: Mapping[str, Any], name: str) -> None:
     """The trees of a state are those that the settings ask for, with a leaf for each gradient.
 
-    `wanted` has the gradients that have a leaf in a field, or None where it is not kept. Those of
-    `rows` have one number for each row of a leaf, those of `free` any structure.
+    `wanted` has the gradients that have a leaf in a field, or None where it is not kept.
     """
     for field, updates in wanted.items():
         tree = getattr(state, field)
@@ -297,8 +313,8 @@ def state_fields(
                 f"`state.{field}`: expected {expected} with these settings of `{name}`, got {got}. "
                 f"{_STATE_ADVICE}"
             )
-        if field not in free:
-            like = jax.tree.map(_of_rows, updates) if field in rows else updates
+        if field not in OF_ANY_SHAPE:
+            like = jax.tree.map(_of_rows, updates) if field in _PER_ROW else updates
             same_shapes(f"state.{field}", tree, like, "the gradients", _STATE_ADVICE)
 
 
@@ -389,11 +405,11 @@ def coefficients(value: Any, steps: Any, presets: dict[str, Any], prefix: str = 
     shape = _shape_of_numbers(value)
     if shape == (3,):
         return jnp.asarray(value)[None] if isinstance(value, jax.Array) else (tuple(value),)
-    wants = "one triple (a, b, c), or one triple per step"
+    wants = "one triple (a, b, c) of real numbers, or one triple per step"
     if len(shape) != 2 or shape[1] != 3 or shape[0] == 0:
         raise ValueError(
-            f"{name}: expected {wants}, that is shape (3,) or (n, 3), got shape {shape} from "
-            f"{value!r}. Pass a preset's name, {wants}."
+            f"{name}: expected {wants}, that is shape (3,) or (n, 3), got "
+            f"{f'shape {shape} from ' * bool(shape)}{value!r}. Pass a preset's name, {wants}."
         )
     if _is_number(steps) and steps != shape[0]:
         raise ValueError(
@@ -404,13 +420,14 @@ def coefficients(value: Any, steps: Any, presets: dict[str, Any], prefix: str = 
 
 
 def _shape_of_numbers(value: Any) -> tuple[int, ...]:
+    """The shape of an array or nested sequence of real numbers; () where it is none."""
     if isinstance(value, jax.Array):
-        return value.shape
+        return value.shape if _is_real(value) else ()
     try:
         shape, flat = np.shape(value), np.asarray(value, dtype=object).ravel()
     except ValueError:
         return ()
-    are_numbers = (isinstance(x, jax.Array) or (_is_number(x) and x == x) for x in flat)
+    are_numbers = (_is_real(x) and (isinstance(x, jax.Array) or x == x) for x in flat)
     return shape if all(are_numbers) else ()
 
 

@@ -89,7 +89,7 @@ def diagnose(
             raise ValueError(f"`gamma`: expected the optimizer's rule, got {gamma!r}. Pass that.")
         value: Any = rule or checks.at("gamma", gamma, node.count)
         if rule is not None:
-            checks.state_fields(node, {"gamma_state": grads}, "diagnose", free=("gamma_state",))
+            checks.state_fields(node, {"gamma_state": grads}, "diagnose")
             values = dict(jax.tree_util.tree_leaves_with_path(rule.gammas(node.gamma_state)))
         for path, stored in states.previous_gradients(node).items():
             if path not in by_path:

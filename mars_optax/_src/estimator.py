@@ -14,7 +14,7 @@ All are one formula, c = g + k (a - b), with the gradient b of another step or o
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Final, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,6 @@ import optax
 from mars_optax._src import checks, in_shard_map, trees, types
 from mars_optax._src.adaptive import AdaptiveGamma
 from mars_optax._src.leaf import clipping, correction, precision, quantization
-
-# The fields that have one number for each row of a leaf.
-PER_ROW: Final = ("prev_grad_scale",)
-# Those that are no tree of the parameters' shapes.
-OF_ANY_SHAPE: Final = ("gamma_state", "inner_state")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,20 +152,6 @@ class Estimator:
             "gamma_state": lambda: self.gamma.init(params, axes),
         }
         return {field: made[field]() if is_kept else None for field, is_kept in self.kept.items()}
-
-    def check(
-        self, updates: Any, state: Any, kind: type, name: str, kept: Mapping[str, bool]
-    ) -> None:
-        """Raises unless a state is of type `kind`, and its fields `kept`, averages first, fit."""
-        checks.state_type(state, kind, name)
-        for field, is_kept in kept.items():
-            if is_kept and field not in OF_ANY_SHAPE and getattr(state, field) is not None:
-                checks.gradients(updates, getattr(state, field), f"`state.{field}`")
-                break
-        wanted = {field: updates if is_kept else None for field, is_kept in kept.items()}
-        if updates is None:  # a tree without leaves, of which only a field of any shape keeps more
-            wanted = {field: None for field in wanted if field not in OF_ANY_SHAPE}
-        checks.state_fields(state, wanted, name, PER_ROW, OF_ANY_SHAPE)
 
     def coefficient(self, count: jax.Array) -> Any:
         """K at the step after `count` ones; not of an adaptive gamma."""

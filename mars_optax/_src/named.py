@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -63,7 +64,9 @@ def _is_plainly(value: Any, default: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A setting on one short line; of a function, its name."""
+    """A setting on one short line; of a function its name, and of what Optax made its maker's."""
+    if isinstance(value, optax.GradientTransformation) and not hasattr(value, "made_by"):
+        return f"{_text(value.update).partition('.')[0]}(...)"
     name = str(getattr(value, "__qualname__", "")).replace(".<locals>", "")
-    text = name or " ".join(repr(value).split())
+    text = name or re.sub(" at 0x[0-9a-f]+", "", " ".join(repr(value).split()))
     return text if len(text) <= 80 else f"{text[:77]}..."

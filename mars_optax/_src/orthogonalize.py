@@ -172,7 +172,11 @@ def orthogonalize(
         raise ValueError(
             f"`x`: expected rank 2, got {x.shape=}. Declare its axes by `weight_dimension_numbers`."
         )
-    checks.inexact_leaves(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(
+            f"`x`: expected a real or complex floating-point array, got dtype {x.dtype}. Pass for "
+            "example `x.astype('float32')`."
+        )
     axes = partition.resolve_axes(weight_dimension_numbers, x)
     partition.require_matrices(axes, x, "orthogonalize")
     return options([x], [axes])[0]

@@ -74,7 +74,10 @@ def rule(
         updates: Any, state: Any, params: Any, extra_args: Any, by: Any, finish: Any = None
     ) -> tuple[Any, Any]:
         """The directions, or with `finish` the new parameters, and the new state."""
-        source.check(updates, state, state_type, name, kept)
+        wanted = {field: updates if is_kept else None for field, is_kept in kept.items()}
+        if updates is None:  # a tree without leaves, of which only a field of any shape keeps more
+            wanted = {field: None for field in wanted if field not in checks.OF_ANY_SHAPE}
+        checks.state(state, state_type, name, wanted)
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         specs = in_shard_map.specs_of(extra_args, updates)
@@ -89,7 +92,11 @@ def rule(
         if inner is not None:
             # Those that are ours alone could be refused inside.
             its = {k: x for k, x in extra_args.items() if k != "prev_grad" and x is not None}
-            result, new = inner.update(result, state.inner_state, params, **its)
+            try:
+                result, new = inner.update(result, state.inner_state, params, **its)
+            except (TypeError, ValueError):  # maybe as the gradients are not those of the state
+                checks.inner_state(jax.eval_shape(inner.init, result), state.inner_state, name)
+                raise
             checks.inner_state(new, state.inner_state, name)
             # Of the old one's structure: metadata in the nodes of gradients may differ.
             new = jax.tree.unflatten(jax.tree.structure(state.inner_state), jax.tree.leaves(new))

@@ -353,6 +353,9 @@ class ToolsTest(parameterized.TestCase):
         ("fraction", {"steps": 1.5}, ("steps", "1.5")),
         ("preset", {"coeffs": "cubic"}, ("coeffs", "cubic", "quintic")),
         ("short", {"coeffs": (1.0,)}, ("coeffs",)),
+        ("bools", {"coeffs": jnp.ones(3, bool)}, ("`coeffs`", "real numbers", "got Array([ True")),
+        ("complex", {"coeffs": jnp.full((5, 3), 1j)}, ("`coeffs`", "real", "got Array([[0.+1.j")),
+        ("triple_of_bools", {"coeffs": (jnp.array(True),) * 3}, ("real", "got (Array(True")),
         ("dtype", {"dtype": "int32"}, ("dtype", "int32")),
         ("eps", {"eps": -1.0}, ("eps", "-1.0")),
         (
@@ -370,7 +373,7 @@ class ToolsTest(parameterized.TestCase):
     def test_orthogonalize_refuses_integers(self):
         with self.assertRaises(TypeError) as caught:
             mars_optax.orthogonalize(jnp.ones((2, 3), jnp.int32))
-        self.assertIn("int32", str(caught.exception))
+        self.assertRegex(str(caught.exception), "^`x`: expected .* got dtype int32. Pass ")
 
     def test_a_rule_that_matches_no_leaf_is_refused(self):
         specs = mars_optax.dimension_numbers_by_path([("kernel", None), ("lm_heed", None)])

@@ -228,7 +228,7 @@ class DerivativeTest(parameterized.TestCase):
         trees.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
-class ReprTest(absltest.TestCase):
+class ReprTest(parameterized.TestCase):
     def test_it_shows_the_settings_that_are_not_the_defaults(self):
         tx = mars_optax.mars(1e-3, 0.95, eps=1e-6, mask={"w": True}, learning_rate_1d=jnp.ones(()))
         self.assertEqual(
@@ -244,6 +244,21 @@ class ReprTest(absltest.TestCase):
             repr(mars_optax.mars_m(optax.constant_schedule(0.1))),
             "mars_m(learning_rate=constant_schedule.",
         )
+
+    @parameterized.parameters(
+        (lambda: optax.scale_by_factored_rms(), "scale_by_factored_rms(...)"),
+        (lambda: optax.chain(optax.clip(1.0), optax.scale_by_adam()), "chain(...)"),
+        (lambda: optax.scale(2.0), "scale(...)"),
+        (lambda: mars_optax.scale_by_mars(amsgrad=True), "scale_by_mars(amsgrad=True)"),
+    )
+    def test_of_an_optax_transformation_it_shows_the_name(self, make, name):
+        tx = mars_optax.variance_reduced(make(), 0.1)
+        self.assertEqual(repr(tx), f"variance_reduced(inner={name}, learning_rate=0.1)")
+
+    def test_it_shows_no_addresses(self):
+        tx = mars_optax.mars(0.1, mask={"w": lambda p: p, "b": [_params]})
+        self.assertNotIn(" at 0x", repr(tx))
+        self.assertIn("mask={'w': <function ReprTest.", repr(tx))
 
     def test_a_description_begins_with_it(self):
         tx = mars_optax.mars_lion(1e-3)

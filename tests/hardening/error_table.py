@@ -342,6 +342,15 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         BUILT,
+        "`optax.inject_hyperparams` gets the class `AdaptiveGamma` in place of an instance.",
+        "It takes whatever can be called for a schedule; an instance cannot.",
+        "got Array(0, dtype=int32), as where",
+        lambda: optax.inject_hyperparams(_mars)(0.1, gamma=mars_optax.AdaptiveGamma).init(
+            _params()
+        ),
+    ),
+    Example(
+        BUILT,
         "`ns_coeffs` names no preset.",
         "The message lists the presets.",
         "got 'cubic'",
@@ -652,6 +661,13 @@ EXAMPLES: tuple[Example, ...] = (
         _AXES,
         "got x.shape=(2, 3, 4)",
         lambda: mars_optax.orthogonalize(jnp.ones((2, 3, 4))),
+    ),
+    Example(
+        TOOLS,
+        "`orthogonalize` gets an array of integers.",
+        "The result has the dtype of `x`.",
+        "got dtype int32",
+        lambda: mars_optax.orthogonalize(jnp.ones((2, 3), jnp.int32)),
     ),
     Example(
         TOOLS,

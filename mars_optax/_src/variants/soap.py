@@ -128,9 +128,8 @@ def scale_by_soap(
         return jnp.where(is_skipped, 0, direction), mu, nu, *grams, *bases
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        checks.state_type(state, ScaleBySoapState, "scale_by_soap")
-        checks.gradients(updates, state.mu, "`state.mu`")
-        checks.state_fields(state, {"nu": updates}, "scale_by_soap")
+        wanted = dict.fromkeys(("mu", "nu"), updates)
+        checks.state(state, ScaleBySoapState, "scale_by_soap", wanted)
         layouts = in_shard_map.layouts(updates, axes_of(updates), extra_args, "SOAP")
         three = trees.rows((updates, state.mu, state.nu))
         stacks = [list(map(y.stack, row)) for y, row in zip(layouts, three, strict=True)]
