@@ -196,7 +196,9 @@ def rows(
         # The parameters are put there for each row anew: a row gives its buffers up.
         for name in ("grads", "prev_grads"):
             host[name] = jax.tree.map(jax.device_put, host[name])
-        for program, candidate in itertools.product(programs, chosen):
+        # As PyTorch's rows are, those of the loop come first.
+        ordered = [program for program in step_loop.PROGRAMS if program in programs]
+        for program, candidate in itertools.product(ordered, chosen):
             measure = functools.partial(_jax_row, candidate, program, host, steps, repeats)
             row = {"name": candidate.name, **common, "program": program}
             yield command.guarded(row, measure)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import checks, in_shard_map, trees, types
+from mars_optax._src import checks, in_shard_map, mesh, trees, types
 from mars_optax._src.adaptive import AdaptiveGamma
 from mars_optax._src.leaf import clipping, correction, precision, quantization
 
@@ -315,7 +315,7 @@ def _stored(updates: optax.Updates, state: Any, in_pass: bool) -> dict[str, Any]
     if state.prev_grad_scale is None:
         prev_grad = trees.copies(updates, like=state.prev_grad)
         if in_pass:
-            choose = functools.partial(jnp.where, state.count >= 0)
+            choose = functools.partial(_chosen, state.count)
             prev_grad = jax.tree.map(choose, prev_grad, state.prev_grad)
         return {"prev_grad": prev_grad}
     prev_grad, prev_grad_scale = trees.map_unzip(
@@ -324,6 +324,14 @@ def _stored(updates: optax.Updates, state: Any, in_pass: bool) -> dict[str, Any]
         (state.prev_grad, state.prev_grad_scale),
     )
     return {"prev_grad": prev_grad, "prev_grad_scale": prev_grad_scale}
+
+
+def _chosen(count: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new`; in a program as a choice, if that does not change where it lies and varies."""
+    varies = mesh.varying(count) - mesh.varying(new)
+    are_alike = new.ndim and jax.typeof(new) == jax.typeof(old) and not varies
+    is_traced = isinstance(new, jax.core.Tracer)
+    return jnp.where(count >= 0, new, old) if is_traced and are_alike else new
 
 
 def _scales(params: optax.Params, dtype: Any) -> Any:

@@ -29,6 +29,13 @@ def is_local(x: Any) -> bool:
     return is_one_device() or AxisType.Manual in jax.typeof(x).sharding.mesh.axis_types
 
 
+def is_undivided(x: Any) -> bool:
+    """Whether an array is local, and no automatic or explicit axes divide it further."""
+    on = jax.typeof(x).sharding.mesh
+    divides = explicit(x) is not None or any(on.shape[a] > 1 for a in axes_of(on, AxisType.Auto))
+    return is_local(x) and not divides
+
+
 def has_partitioner() -> bool:
     """Whether JAX can ask for the shards of an operation: not on TPUs (jax issue 38196)."""
     return jax.default_backend() != "tpu"

@@ -59,7 +59,7 @@ def _in_rows(stack: jax.Array) -> jax.Array:
     Flat, it has one layout. Else XLA computes the momentum of a leaf that is turned, and its new
     parameters, in the transposed layout: from transposed copies of all that they are made of.
     """
-    if not (mesh.is_for_gpus() and mesh.is_local(stack)):
+    if not (mesh.is_for_gpus() and mesh.is_undivided(stack)):
         return stack
     return jax.lax.optimization_barrier(stack.reshape(-1)).reshape(stack.shape)
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl.testing import absltest, parameterized
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mars_optax
 from mars_optax._src import mesh
@@ -67,14 +69,14 @@ def _steps(build: Callable[[], Any], is_for_gpus: bool, bad: float | None = None
         return params, state
 
 
-def _makers(tx: Any) -> set[str]:
+def _makers(tx: Any, params: Any) -> set[str]:
     """The operations whose results are the new previous gradients."""
-    params, state = _tree(0), tx.init(_tree(0))
+    state = tx.init(params)
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         return tx.update(grads, state, params)[1].prev_grad
 
-    jaxpr = jax.make_jaxpr(update)(_tree(1), state, params).jaxpr
+    jaxpr = jax.make_jaxpr(update)(params, state, params).jaxpr
     makers = {id(v): e.params.get("name", e.primitive.name) for e in jaxpr.eqns for v in e.outvars}
     return {makers[id(v)] for v in jaxpr.outvars}
 
@@ -119,15 +121,74 @@ class ChoiceTest(parameterized.TestCase):
     def test_the_gradient_is_chosen_there_and_returned_elsewhere(self, name: str):
         tx = _BUILDS[name]()
         with _for_gpus():
-            self.assertEqual(_makers(tx), {"_where"})
+            self.assertEqual(_makers(tx, _tree(0)), {"_where"})
         with _for_gpus(False):
-            self.assertNotIn("_where", _makers(tx))
+            self.assertNotIn("_where", _makers(tx, _tree(0)))
 
     def test_kernels_get_it_returned(self):
         # They make a pass of their own: a choice would be one more.
         tx = mars_optax.mars(0.1, implementation="pallas")
         with interpreter.always(), _for_gpus():
-            self.assertNotIn("_where", _makers(tx))
+            self.assertNotIn("_where", _makers(tx, _tree(0)))
+
+    def test_a_scalar_and_what_is_eager_are_returned(self):
+        # JAX chooses among scalars on the device, and an eager choice has a place of its own.
+        tx = mars_optax.correct_gradients()
+        with _for_gpus():
+            self.assertNotIn("_where", _makers(tx, jnp.ones(())))
+            on = jax.devices()[1]
+            spread = jax.device_put(_tree(1), _over(2, AxisType.Auto, P()))
+            state = jax.device_put(tx.init(spread), _over(2, AxisType.Auto, P()))
+            _, state = tx.update(spread, state._replace(count=jax.device_put(state.count, on)))
+        trees.assert_equal(state.prev_grad, _tree(1))
+
+
+def _over(devices: int, kind: AxisType, spec: P) -> NamedSharding:
+    return NamedSharding(jax.make_mesh((devices,), ("x",), axis_types=(kind,)), spec)
+
+
+class MeshTest(parameterized.TestCase):
+    @parameterized.product(
+        kind=[AxisType.Auto, AxisType.Explicit],
+        spec=[P("x"), P(None, "x")],
+        with_specs=[False, True],
+    )
+    def test_a_mesh_of_one_device(self, kind: AxisType, spec: P, with_specs: bool):
+        extra: Any = {"param_specs": spec} if with_specs else {}
+        tx = mars_optax.mars_m(0.1, ns_dtype="float32")
+        results = []
+        for is_for_gpus in (False, True):
+            with _for_gpus(is_for_gpus), jax.set_mesh(_over(1, kind, spec).mesh):
+                params = jax.device_put(_tree(0)["tall"], _over(1, kind, spec))
+                update = jax.jit(lambda g, s, p: tx.update(g, s, p, **extra))
+                results.append(update(params, tx.init(params), params))
+        trees.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
+
+    @parameterized.parameters((P(), P("x")), (P("x"), P()))
+    def test_gradients_may_lie_otherwise_than_the_state(self, grads_lie: P, state_lies: P):
+        def put(tree: Any, spec: P) -> Any:
+            to = _over(2, AxisType.Explicit, spec)
+            return jax.tree.map(lambda x: jax.device_put(x, to) if x.ndim else x, tree)
+
+        tx, grads = mars_optax.mars(0.1), {"tall": _tree(0)["tall"]}
+        with _for_gpus(), jax.set_mesh(_over(2, AxisType.Explicit, P()).mesh):
+            params, state = put(grads, state_lies), put(tx.init(grads), state_lies)
+            _, state = jax.jit(tx.update)(put(grads, grads_lie), state, params)
+        trees.assert_equal(state.prev_grad, grads)
+
+    def test_averaged_gradients_in_a_shard_map_are_kept_alike(self):
+        on = _over(2, AxisType.Auto, P()).mesh
+        tx, grads = mars_optax.correct_gradients(), jnp.ones((8, 6))
+        state = jax.tree.map(lambda x: jnp.stack([x, x]) if x.ndim else x, tx.init(grads[:4]))
+
+        def step(grads: Any, state: Any) -> Any:
+            state = jax.tree.map(lambda x: x[0] if x.ndim else x, state)
+            return tx.update(jax.lax.pmean(grads, "x"), state, param_specs=P())[1].prev_grad
+
+        specs = jax.tree.map(lambda x: P("x") if x.ndim else P(), state)
+        with _for_gpus():
+            kept = jax.shard_map(step, mesh=on, in_specs=(P("x"), specs), out_specs=P())
+            np.testing.assert_array_equal(jax.jit(kept)(grads, state), grads[:4])
 
 
 if __name__ == "__main__":

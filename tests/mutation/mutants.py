@@ -492,10 +492,26 @@ _STATE: Final = (
     Mutant(
         "previous_chosen_late",
         "estimator.py",
-        "functools.partial(jnp.where, state.count >= 0)",
-        "functools.partial(jnp.where, state.count > 0)",
+        "return jnp.where(count >= 0, new, old)",
+        "return jnp.where(count > 0, new, old)",
         "on GPUs the first gradient is not kept",
         (FOR_GPUS + "::SameNumbersTest",),
+    ),
+    Mutant(
+        "previous_chosen_among_unlike",
+        "estimator.py",
+        "are_alike = new.ndim and jax.typeof(new) == jax.typeof(old) and not varies",
+        "are_alike = True",
+        "on GPUs gradients have to lie as the state does",
+        (FOR_GPUS + "::MeshTest", FOR_GPUS + "::ChoiceTest"),
+    ),
+    Mutant(
+        "previous_chosen_eagerly",
+        "estimator.py",
+        "if is_traced and are_alike else new",
+        "if are_alike else new",
+        "on GPUs an eager step wants the count on the devices of the gradients",
+        (FOR_GPUS + "::ChoiceTest",),
     ),
     Mutant(
         "previous_returned",
@@ -1280,6 +1296,14 @@ _VARIANTS: Final = (
         "if stack.shape[1] < stack.shape[2] else stack",
         "the Gram matrix is that of the long side",
         (STACKS + "::BoundTest",),
+    ),
+    Mutant(
+        "turned_on_meshes",
+        "stacks.py",
+        "mesh.is_for_gpus() and mesh.is_undivided(stack)",
+        "mesh.is_for_gpus()",
+        "on GPUs a divided matrix is flattened",
+        (FOR_GPUS + "::MeshTest",),
     ),
     Mutant(
         "turned_before_the_momentum",
