@@ -7,6 +7,7 @@ import argparse
 import fnmatch
 import logging as python_logging
 import math
+import os
 import pathlib
 import shlex
 import signal
@@ -138,7 +139,10 @@ class Flags:
         """Reads the command line, `sys.argv` by default; ends the process where it cannot be."""
         given = list(sys.argv[1:] if argv is None else argv)
         if {"--help", "-h", "--helpfull", "--helpshort"}.intersection(given):
-            print(self.help())
+            try:
+                print(self.help(), flush=True)
+            except BrokenPipeError:  # the reader, such as `head`, has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
         try:
             files = self._values([self.name, *given])[1:]

@@ -64,7 +64,8 @@ def parser() -> command.Flags:
         "--programs",
         type=command.subset(step_loop.PROGRAMS),
         default="loop",
-        help="one loop of steps, or a step that Python calls: with many leaves the host's time",
+        help=f"out of {','.join(step_loop.PROGRAMS)}: one loop of steps, or a step that Python "
+        "calls, which with many leaves takes the host's time",
     )
     group.add_argument(
         "--plot",
@@ -504,7 +505,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             inner=args.steps,
             repeats=args.repeats,
         ):
-            logging.info("%s, %s: %s", _group(row), row["name"], row.get("ms", "failed"))
+            took = f"{row['ms']:.4g} ms" if "ms" in row else "failed"
+            logging.info("%s, %s: %s", _group(row), row["name"], took)
             measured.append(row)
             tree["rows"] = complete(measured, tree["ceilings"])
             write()

@@ -122,6 +122,23 @@ _RUNS = {
 }
 
 
+class PagerTest(absltest.TestCase):
+    def test_help_may_be_read_in_part(self):
+        reader, writer = os.pipe()
+        os.close(reader)  # as `head` leaves it
+        program = "from benchmarks import command; command.Flags('a', 'b').parse_args(['--help'])"
+        root = pathlib.Path(command.__file__).parents[1]
+        told = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=root,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+        os.close(writer)
+        self.assertEqual((told.returncode, told.stderr), (0, b""))
+
+
 class InterruptTest(parameterized.TestCase):
     """Processes that get a real signal."""
 
