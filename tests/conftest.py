@@ -10,6 +10,9 @@ import pytest
 
 # Meshes need several devices, and their number is fixed once the first array exists.
 jax.config.update("jax_num_cpu_devices", 8)
+# Eager steps on meshes queue collectives of many programs: on few cores they can wait for each
+# other until XLA ends the process.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 # Tests compile thousands of programs and run each a few times. With these options of XLA a program
 # compiles in a third to a tenth of the time. Names differ between versions, and XLA aborts on one
