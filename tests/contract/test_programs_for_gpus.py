@@ -190,6 +190,34 @@ class MeshTest(parameterized.TestCase):
             kept = jax.shard_map(step, mesh=on, in_specs=(P("x"), specs), out_specs=P())
             np.testing.assert_array_equal(jax.jit(kept)(grads, state), grads[:4])
 
+    def test_a_count_of_each_device_leaves_gradients_equal_on_all(self):
+        on, tx, grads = _over(2, AxisType.Auto, P()).mesh, mars_optax.correct_gradients(), _tree(0)
+        state, counts = tx.init(grads), jnp.zeros(2, jnp.int32)
+
+        def step(grads: Any, state: Any, counts: Any) -> Any:
+            state = state._replace(count=counts[0])
+            return tx.update(grads, state, param_specs=P())[1].prev_grad
+
+        with _for_gpus():
+            specs = (P(), P(), P("x"))
+            kept = jax.shard_map(step, mesh=on, in_specs=specs, out_specs=P())
+            trees.assert_equal(jax.jit(kept)(grads, state, counts), grads)
+
+    @parameterized.parameters(({"x", "y"}, True), ({"x"}, False), (set(), False))
+    def test_an_array_is_undivided_where_all_axes_are_manual(
+        self, manual: set[str], expected: bool
+    ):
+        on = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+        seen = []
+
+        def look(x: jax.Array) -> jax.Array:
+            seen.append(mesh.is_undivided(x))
+            return x
+
+        how: Any = {"mesh": on, "in_specs": P(), "out_specs": P(), "axis_names": manual}
+        jax.eval_shape(jax.shard_map(look, **how) if manual else look, jnp.ones((4, 4)))
+        self.assertEqual(seen, [expected])
+
 
 if __name__ == "__main__":
     absltest.main()

@@ -506,6 +506,14 @@ _STATE: Final = (
         (FOR_GPUS + "::MeshTest", FOR_GPUS + "::ChoiceTest"),
     ),
     Mutant(
+        "previous_varies_as_the_count",
+        "estimator.py",
+        "jax.typeof(new) == jax.typeof(old) and not varies",
+        "jax.typeof(new) == jax.typeof(old)",
+        "on GPUs a count of each device makes previous gradients vary",
+        (FOR_GPUS + "::MeshTest",),
+    ),
+    Mutant(
         "previous_chosen_eagerly",
         "estimator.py",
         "if is_traced and are_alike else new",
@@ -1303,6 +1311,22 @@ _VARIANTS: Final = (
         "mesh.is_for_gpus() and mesh.is_undivided(stack)",
         "mesh.is_for_gpus()",
         "on GPUs a divided matrix is flattened",
+        (FOR_GPUS + "::MeshTest",),
+    ),
+    Mutant(
+        "undivided_by_automatic_axes",
+        "mesh.py",
+        "explicit(x) is not None or any(on.shape[a] > 1 for a in axes_of(on, AxisType.Auto))",
+        "explicit(x) is not None",
+        "a matrix that automatic axes divide is flattened",
+        (FOR_GPUS + "::MeshTest",),
+    ),
+    Mutant(
+        "undivided_anywhere",
+        "mesh.py",
+        "return is_local(x) and not divides",
+        "return not divides",
+        "where nobody knows how a matrix lies it is flattened",
         (FOR_GPUS + "::MeshTest",),
     ),
     Mutant(
