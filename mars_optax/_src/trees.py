@@ -56,7 +56,8 @@ def copies(tree: Any, like: Any) -> Any:
     """Copies of the leaves of `tree`, in the dtypes of `like`; None where `like` is None.
 
     Kept by reference, an eager gradient and the state would be one buffer, and donating both, or
-    overwriting the gradient in place, would fail. Under jit a copy costs nothing.
+    overwriting the gradient in place, would fail. Under jit a copy costs nothing, but where it has
+    to lie in a donated buffer.
     """
     if like is None:
         return None
