@@ -171,9 +171,9 @@ class CurvesTest(parameterized.TestCase):
         self.assertEqual(curve.x, [10, 20])
         self.assertEqual(curve.label, "MARS-AdamW: 1.500")
 
-    @parameterized.parameters(1.0, 1.01, 3.0)
-    def test_names_do_not_overlap_and_are_in_the_picture(self, last: float):
-        names = ["adamw", "nadamw", "muon", "mars", "mars_m", "lion"]
+    @parameterized.product(last=(1.0, 1.01, 3.0), settings=("", ":b1=0.95:correction=exact" * 2))
+    def test_names_do_not_overlap_and_are_in_the_picture(self, last: float, settings: str):
+        names = ["adamw", "nadamw", "muon", f"mars{settings}", "mars_m", "lion"]
         losses = np.linspace(1.0, last, len(names))
         summaries = [summary(*pair) for pair in zip(names, [[x] for x in losses], strict=True)]
         with mock.patch.object(curves.plt, "close") as close:
