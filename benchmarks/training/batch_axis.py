@@ -32,8 +32,9 @@ def read(paths: Sequence[pathlib.Path]) -> Axis:
     """Reads results of several batch sizes.
 
     Args:
-      paths: `results.json` of `large_batch`, of tasks that differ in the batch size alone; several
-        of one size, with different optimizers, are joined.
+      paths: `results.json` of `large_batch`, of tasks that differ in the batch size alone, with
+        equal schedules or equal numbers of tokens in all steps; several of one size, with different
+        optimizers, are joined.
 
     Returns:
       What is complete in them, in rising order of the batch size.
@@ -43,21 +44,26 @@ def read(paths: Sequence[pathlib.Path]) -> Axis:
     """
     records: dict[int, list[grid.Record]] = {}
     common: dict[str, Any] = {}
+    schedules: list[Any] = []
+    totals: set[int] = set()
     for path in paths:
         try:
             tree = json.loads(path.read_text())
             if tree["name"] != "large_batch":
                 raise ValueError(f"of {tree['name']!r}")
             task = {"protocol": tree["protocol"], **tree["task"]}
-            tokens = task.pop("tokens_per_step")
+            tokens, schedule = task.pop("tokens_per_step"), task.pop("schedule")
             del task["microbatch"], task["model_flops_per_step"]
+            totals.add(tokens * schedule["steps"])
             found = tree["records"]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"Expected results of large_batch, got {str(path)!r}, which are others: {error!r}."
             ) from error
         common = common or task
-        if task != common:
+        schedules.append(schedule)
+        is_one_length = len(totals) == 1 or all(each == schedule for each in schedules)
+        if task != common or not is_one_length:
             raise ValueError(
                 f"Expected results that differ in the batch size alone, got {str(path)!r}, which "
                 "differ in more."

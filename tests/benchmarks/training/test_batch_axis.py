@@ -46,7 +46,7 @@ class BatchAxisTest(parameterized.TestCase):
                 "tokens_per_step": tokens,
                 "microbatch": tokens,
                 "model_flops_per_step": tokens,
-                "steps": steps,
+                "schedule": {"steps": steps},
             },
             "protocol": {"seeds": [0], "final_seeds": [0, 1]},
             "records": [*records, _record("mars", 0, 4.0)],
@@ -105,6 +105,10 @@ class BatchAxisTest(parameterized.TestCase):
             evidence.main([*files, *flags])
         self.assertStartsWith(str(context.exception.code), "evidence: Expected")
         self.assertIn(message, str(context.exception.code))
+
+    def test_equal_numbers_of_tokens_can_be_compared(self):
+        files = [pathlib.Path(self.write(64, steps=80)), pathlib.Path(self.write(512))]
+        self.assertEqual(list(batch_axis.read(files)), [64, 512])
 
     def test_rows_of_two_files_are_joined(self):
         file = pathlib.Path(self.write(64))
