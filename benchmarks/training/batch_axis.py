@@ -1,5 +1,6 @@
 """Results of `large_batch` over the batch size: their table, and what is drawn of them."""
 
+import dataclasses
 import json
 import pathlib
 import statistics
@@ -11,21 +12,66 @@ from benchmarks.training import curves, grid, large_batch, optimizers, report
 # Summaries by the tokens of a batch, then by optimizer.
 Axis = Mapping[int, Mapping[str, report.Summary]]
 
-# What is shown of the recorded results.
-LABELS = {
-    "adamw:b2=0.99": "AdamW",
-    "nadamw:b2=0.99": "Nesterov AdamW",
-    "mars:b1=0.95:b2=0.99": "MARS, gamma 0.025",
-    "mars:b1=0.95:b2=0.99:gamma=0.1": "MARS, gamma 0.1",
-    "muon:b2_1d=0.99": "Muon",
-    "mars_m:b2_1d=0.99": "MARS-M",
-}
-PAIRS = [
-    ("adamw:b2=0.99", "nadamw:b2=0.99"),
-    ("mars:b1=0.95:b2=0.99", "nadamw:b2=0.99"),
-    ("mars:b1=0.95:b2=0.99:gamma=0.1", "nadamw:b2=0.99"),
-    ("mars_m:b2_1d=0.99", "muon:b2_1d=0.99"),
-]
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What is shown of results at several batch sizes.
+
+    Attributes:
+      labels: of the optimizers that are drawn.
+      pairs: of optimizers whose difference is shown, and drawn if both are.
+      more: optimizers that are in the table alone.
+    """
+
+    labels: Mapping[str, str]
+    pairs: Sequence[tuple[str, str]]
+    more: Sequence[str] = ()
+
+
+_ADAMW, _NADAMW = "adamw:b2=0.99", "nadamw:b2=0.99"
+_MARS, _MARS_9 = "mars:b1=0.95:b2=0.99:gamma=0.1", "mars:b2=0.99:gamma=0.1"
+_MARS_PUBLISHED = "mars:b1=0.95:b2=0.99"
+_EXACT = f"{_MARS}:correction=exact"
+_MUON, _MARS_M = "muon:b2_1d=0.99", "mars_m:b2_1d=0.99"
+_MUON_9, _MARS_M_9 = f"{_MUON}:beta=0.9", f"{_MARS_M}:b1=0.9"
+_UNCORRECTED = f"{_MARS_M_9}:gamma=0"
+_SOAP = "mars_soap:b1=0.95:b2=0.99:b2_1d=0.99"
+# What is shown of the recorded results: at equal numbers of steps, and of tokens.
+STEPS = View(
+    {
+        _ADAMW: "AdamW",
+        _NADAMW: "Nesterov AdamW",
+        _MARS: "MARS, b1 0.95",
+        _MARS_9: "MARS, b1 0.9",
+        _MUON_9: "Muon, 0.9",
+        _MARS_M_9: "MARS-M, b1 0.9",
+    },
+    [
+        (_ADAMW, _NADAMW),
+        (_MARS, _NADAMW),
+        (_MARS_9, _NADAMW),
+        (_MARS_PUBLISHED, _NADAMW),
+        (_EXACT, _NADAMW),
+        (_EXACT, _MARS),
+        (_MARS_M_9, _MUON_9),
+        (_MARS_M_9, _UNCORRECTED),
+        (_MARS_M_9, _MARS_M),
+        (_MARS_M, _MUON),
+        (_MUON_9, _MUON),
+        (_SOAP, _MARS_M),
+    ],
+    ["adamw", _MARS_PUBLISHED, _EXACT, _MUON, _MARS_M, _UNCORRECTED, _SOAP],
+)
+TOKENS = View(
+    {
+        _ADAMW: "AdamW",
+        _NADAMW: "Nesterov AdamW",
+        _MARS: "MARS, b1 0.95",
+        _MUON: "Muon, 0.95",
+        _MARS_M: "MARS-M, b1 0.95",
+    },
+    [(_ADAMW, _NADAMW), (_MARS, _NADAMW), (_MARS_M, _ADAMW), (_MARS_M, _MUON)],
+)
 
 
 def read(paths: Sequence[pathlib.Path]) -> Axis:
@@ -94,16 +140,8 @@ def gains(axis: Axis, candidate: str, baseline: str) -> dict[int, list[float]]:
     }
 
 
-def table(axis: Axis, pairs: Sequence[tuple[str, str]]) -> str:
-    """Makes two tables with a column for each batch size: losses, and differences.
-
-    Args:
-      axis: the results.
-      pairs: of optimizers, see above.
-
-    Returns:
-      Markdown.
-    """
+def table(axis: Axis, view: View) -> str:
+    """Makes two tables with a column for each batch size, losses and differences, in Markdown."""
     sizes = [f"{tokens:,}" for tokens in axis]
 
     def rows(first: str, lines: Sequence[tuple[str, Sequence[str]]]) -> str:
@@ -111,7 +149,7 @@ def table(axis: Axis, pairs: Sequence[tuple[str, str]]) -> str:
         return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
     losses = []
-    for name in names(axis):
+    for name in [*view.labels, *view.more]:
         cells = []
         for summaries in axis.values():
             found = summaries.get(name)
@@ -119,13 +157,15 @@ def table(axis: Axis, pairs: Sequence[tuple[str, str]]) -> str:
             cells.append(f"{found.loss:.3f} ({found.learning_rate:g}{edge})" if found else "")
         losses.append((_reader(name), cells))
     compared = []
-    for pair in pairs:
+    for pair in view.pairs:
         by_size = gains(axis, *pair)
         cells = []
         for tokens, summaries in axis.items():
             if tokens in by_size:
                 decided = report.outcome(summaries[pair[0]], summaries[pair[1]])
-                cells.append(f"{statistics.fmean(by_size[tokens]):+.3f}, {decided}")
+                # Zero without a sign of its own.
+                mean = round(statistics.fmean(by_size[tokens]), 3) + 0.0
+                cells.append(f"{mean:+.3f}, {decided}")
             else:
                 cells.append("")
         compared.append((" minus ".join(map(_reader, pair)), cells))
@@ -137,16 +177,10 @@ def table(axis: Axis, pairs: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def panels(
-    axis: Axis, pairs: Sequence[tuple[str, str]], labels: Mapping[str, str]
-) -> list[curves.Panel]:
-    """Returns the losses over batch sizes, and a panel of differences for each baseline.
-
-    Args:
-      axis: the results.
-      pairs: of optimizers, see above.
-      labels: of the optimizers that are drawn.
-    """
+def panels(axis: Axis, view: View) -> list[curves.Panel]:
+    """Returns the losses over batch sizes, and a panel of differences for each baseline."""
+    labels = view.labels
+    pairs = [pair for pair in view.pairs if {*pair} <= labels.keys()]
 
     def curve(name: str, by_size: Mapping[int, Sequence[float]]) -> curves.Curve:
         return curves.Curve(
@@ -186,13 +220,7 @@ def parse_pairs(texts: Sequence[str], known: Sequence[str]) -> list[tuple[str, s
     return pairs
 
 
-def write(
-    axis: Axis,
-    pairs: Sequence[tuple[str, str]],
-    labels: Mapping[str, str],
-    text: pathlib.Path,
-    picture: pathlib.Path,
-) -> None:
+def write(axis: Axis, view: View, text: pathlib.Path, picture: pathlib.Path) -> None:
     """Writes the tables to a file of Markdown, and draws the panels; see `table` and `panels`."""
-    text.write_text(f"{table(axis, pairs)}\n")
-    curves.draw(panels(axis, pairs, labels), picture)
+    text.write_text(f"{table(axis, view)}\n")
+    curves.draw(panels(axis, view), picture)

@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib import colors, ticker
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.text import Annotation
+from matplotlib.text import Annotation, Text
 from scipy import optimize  # type: ignore[import-untyped, unused-ignore]
 
 from benchmarks.training import grid, report
@@ -58,7 +58,7 @@ _PEERS = ("adamw", "nadamw", "lion", "muon")
 # Inches, points, and pixels to an inch: 11 points are 10 pixels in a picture of 380 pixels.
 _WIDTH, _HEIGHT, _FONT, _DPI = 6.0, 2.5, 11, 150
 # Inches that long names leave to the axes, in a wider picture.
-_LEAST = 3.0
+_LEAST = 2.8
 # What comes before this share of a run would squeeze the differences at its end.
 _SHOWN_FROM = 0.45
 _NAMES_AT = 1.05  # of the width of the axes
@@ -285,8 +285,10 @@ def draw(panels: Sequence[Panel], path: pathlib.Path) -> None:
         placed = [
             (ax, _draw_panel(ax, panel)) for ax, panel in zip(axes[:, 0], panels, strict=True)
         ]
-        longest = max(text.get_window_extent().width for _, texts in placed for text, _ in texts)
-        figure.set_figwidth(max(_WIDTH, _LEAST + longest / figure.dpi))
+        # Of the texts alone, without their lines.
+        boxes = [Text.get_window_extent(text) for _, texts in placed for text, _ in texts]
+        longest = max(box.width for box in boxes) / figure.dpi
+        figure.set_figwidth(max(_WIDTH, _LEAST + longest))
         figure.draw_without_rendering()
         for ax, texts in placed:
             # Names move apart to a line's height, in the order of the curves' ends.

@@ -46,9 +46,20 @@ DOMAINS = {
 }
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 IMAGES = RESULTS.parent.parent / "docs" / "images"
-# Over batch sizes: the results, and what is shown of them.
-LARGE_BATCHES = sorted(RESULTS.glob("large_batch_*_h200.json"))
-LARGE_BATCH_FILES = (RESULTS / "large_batch_h200.md", IMAGES / "large_batches.png")
+# Over batch sizes, by the table made of them: the results, what is shown, and the picture.
+AXES = {
+    "large_batch_h200": (
+        sorted(RESULTS.glob("large_batch_*_h200.json")),
+        batch_axis.STEPS,
+        IMAGES / "large_batches.png",
+    ),
+    "equal_tokens_h200": (
+        # 320 steps of 131,072 tokens are on both axes.
+        [RESULTS / "large_batch_131072_h200.json", *sorted(RESULTS.glob("equal_tokens_*.json"))],
+        batch_axis.TOKENS,
+        IMAGES / "equal_tokens.png",
+    ),
+}
 
 # The recorded results whose tables are shown, and these.
 TABLES: Mapping[str, Sequence[str]] = {
@@ -57,6 +68,7 @@ TABLES: Mapping[str, Sequence[str]] = {
     "gpt2_33m_8000_h200": ("all",),
     "gpt2_small_572_h200": ("all",),
     "mars_m_gamma_524288_h200": ("all",),
+    "vision_resnet18_1024_h200": ("all",),
     "vision_resnet18_12_h200": ("main", "mars/gamma", "mars_m/gamma", "mars/convolutions"),
     "vision_vit_20_h200": ("all",),
 }
@@ -397,9 +409,11 @@ def write_recorded() -> list[pathlib.Path]:
     for picture in PICTURES:
         written.append(IMAGES / f"{picture}.png")
         curves.draw(panels(picture), written[-1])
-    axis = batch_axis.read(LARGE_BATCHES)
-    batch_axis.write(axis, batch_axis.PAIRS, batch_axis.LABELS, *LARGE_BATCH_FILES)
-    return [*written, *LARGE_BATCH_FILES]
+    for name, (paths, view, picture) in AXES.items():
+        files = (RESULTS / f"{name}.md", picture)
+        batch_axis.write(batch_axis.read(paths), view, *files)
+        written += files
+    return written
 
 
 def write_axis(
@@ -420,9 +434,10 @@ def write_axis(
     """
     axis = batch_axis.read(paths)
     labels = {name: curves.name(name) for name in batch_axis.names(axis)}
-    files = (out / "batch_axis.md", out / "batch_axis.png")
-    batch_axis.write(axis, batch_axis.parse_pairs(pairs, list(labels)), labels, *files)
-    return list(files)
+    view = batch_axis.View(labels, batch_axis.parse_pairs(pairs, list(labels)))
+    files = [out / "batch_axis.md", out / "batch_axis.png"]
+    batch_axis.write(axis, view, *files)
+    return files
 
 
 def parser() -> command.Flags:

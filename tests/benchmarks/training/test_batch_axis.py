@@ -78,19 +78,22 @@ class BatchAxisTest(parameterized.TestCase):
                 "minus AdamW (nats per token): Muon. Data ",
             )
 
-    def test_what_is_shown_is_of_the_recorded_results(self):
-        axis = batch_axis.read(evidence.LARGE_BATCHES)
-        text, drawn = evidence.LARGE_BATCH_FILES
-        self.assertEqual(text.read_text(), batch_axis.table(axis, batch_axis.PAIRS) + "\n")
+    @parameterized.parameters(*evidence.AXES)
+    def test_what_is_shown_is_of_the_recorded_results(self, name: str):
+        paths, view, drawn = evidence.AXES[name]
+        axis = batch_axis.read(paths)
+        text = (evidence.RESULTS / f"{name}.md").read_text()
+        self.assertEqual(text, batch_axis.table(axis, view) + "\n")
         with PIL.Image.open(drawn) as picture:
-            self.assertEqual(
-                picture.info["Description"],
-                curves.describe(batch_axis.panels(axis, batch_axis.PAIRS, batch_axis.LABELS)),
-            )
+            made = batch_axis.panels(axis, view)
+            self.assertEqual(picture.info["Description"], curves.describe(made))
+        self.assertLessEqual(max(len(panel.curves) for panel in made), 6)
 
     def test_a_band_is_from_the_lowest_to_the_highest_seed(self):
         axis = batch_axis.read([pathlib.Path(self.write(64))])
-        losses, _ = batch_axis.panels(axis, [("muon", "adamw")], {"adamw": "A", "muon": "M"})
+        losses, _ = batch_axis.panels(
+            axis, batch_axis.View({"adamw": "A", "muon": "M"}, [("muon", "adamw")])
+        )
         (_, muon) = losses.curves
         self.assertEqual((muon.x, muon.low, muon.high), ([64], [4.5], [4.7]))
 
