@@ -70,7 +70,7 @@ TOKENS = View(
         _MUON: "Muon, 0.95",
         _MARS_M: "MARS-M, b1 0.95",
     },
-    [(_ADAMW, _NADAMW), (_MARS, _NADAMW), (_MARS_M, _ADAMW), (_MARS_M, _MUON)],
+    [(_MARS_M, _ADAMW), (_MARS_M, _MUON)],
 )
 
 
