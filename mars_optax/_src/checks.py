@@ -440,3 +440,14 @@ def newton_schulz_result(x: jax.Array, y: Any) -> None:
             f"`newton_schulz_fn`: expected an array of shape {x.shape} and dtype {x.dtype}, as its "
             f"argument has, got {got}. Return the same shape and dtype."
         )
+
+
+def directions(name: str, value: Any) -> None:
+    """A transformation whose directions have the gradient's sign: no optimizer of this package."""
+    transformation(name, value)
+    maker, settings = getattr(value, "made_by", None) or ("", {})
+    if "learning_rate" in settings:
+        raise ValueError(
+            f"`{name}`: expected directions with the sign of the gradient, got the optimizer "
+            f"`{maker}`, whose updates have the opposite one. Pass a `scale_by_*`."
+        )

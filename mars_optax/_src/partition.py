@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from optax.contrib import MuonDimensionNumbers
 
 from mars_optax._src import checks, types
@@ -286,7 +287,9 @@ def dimension_numbers_by_path(
             ) from error
 
     def dimension_numbers(params: Any) -> Any:
-        leaves = jax.tree_util.tree_leaves_with_path(params)
+        # A rule may be of a parameter that `optax.masked` or `optax.partition` leaves out here.
+        is_left_out = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_left_out)
         paths = [checks.path_string(path) for path, _ in leaves]
         for pattern, _ in compiled:
             if not any(pattern.search(path) for path in paths):

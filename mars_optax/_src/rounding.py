@@ -24,6 +24,11 @@ def _round_stochastically(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array
     return jnp.where(moves, other, nearest)
 
 
+# Its derivative is that of rounding to the nearest: the choice between neighbours has none.
+_straight_through = jax.custom_jvp(lambda rounded, x: rounded)
+_straight_through.defjvp(lambda xs, dots: (xs[0], dots[1].astype(xs[0].dtype)))
+
+
 def stochastic_apply_updates(
     params: optax.Params, updates: optax.Updates, key: jax.Array
 ) -> optax.Params:
@@ -44,7 +49,8 @@ def stochastic_apply_updates(
         ``jax.random.fold_in(key, step)``. Devices that hold copies of a parameter need the same.
 
     Returns:
-      The new parameters, in their dtypes. NaN and infinities stay what they are.
+      The new parameters, in their dtypes. NaN and infinities stay what they are. Derivatives are
+      those of :func:`optax.apply_updates`.
 
     Raises:
       ValueError: If `updates` has another structure or other shapes than `params`.
@@ -78,6 +84,7 @@ def stochastic_apply_updates(
         total = precision.upcast(param) + precision.upcast(update)
         if total.dtype == dtype or jnp.iscomplexobj(total):
             return total.astype(dtype)
-        return _round_stochastically(total, dtype, leaf_key)
+        rounded = _round_stochastically(jax.lax.stop_gradient(total), dtype, leaf_key)
+        return _straight_through(rounded, total)
 
     return jax.tree.map(on_leaf, params, updates, keys)

@@ -114,7 +114,7 @@ def run_step(
         present = [jnp.asarray(x) for x in (grad, other, *old, param) if x is not None]
         wide = precision.upcast(grad, precision.compute_dtype(*present))
         first = wide.dtype if param is None else present[-1].dtype
-        out_dtypes = (first, *(x.dtype for x in old if x is not None))
+        out_dtypes = (first, *(jnp.result_type(x) for x in old if x is not None))
         # The moments, and the parameter, are written over what they were.
         aliases = {i: has_other + i for i in range(1, len(out_dtypes))}
         if param is not None:

@@ -37,7 +37,7 @@ def cautious(
 
     Raises:
       TypeError: If `inner` is no transformation.
-      ValueError: If `rescale` is none of these.
+      ValueError: If `rescale` is none of these, or `inner` an optimizer of this package.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -56,7 +56,7 @@ def cautious(
       <https://arxiv.org/abs/2411.16085>`_, 2024.
     """
     checks.choice("rescale", rescale, ("mean", "count", "none"))
-    checks.transformation("inner", inner)
+    checks.directions("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def masked(direction: Any, grad: Any) -> jax.Array:

@@ -94,7 +94,7 @@ def variance_reduced(
       preconditioner is arbitrary.
     """
     settings = locals()
-    checks.transformation("inner", inner)
+    checks.directions("inner", inner)
 
     def rule(weight_dimension_numbers: Any, correction: Any) -> named.Transformation:
         own = {"weight_dimension_numbers": weight_dimension_numbers, "correction": correction}
