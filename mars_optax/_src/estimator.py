@@ -25,11 +25,8 @@ from mars_optax._src.adaptive import AdaptiveGamma
 from mars_optax._src.leaf import clipping, correction, precision, quantization
 
 
-@dataclasses.dataclass(frozen=True)
-class HandedOver:
+class HandedOver(str):
     """A correction whose b comes as extra argument `prev_grad` from the optimizer around a rule."""
-
-    correction: types.Correction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +69,9 @@ class Estimator:
 
     gamma: Any
     b1: jax.typing.ArrayLike
-    mode: Any = "approx"  # the correction, or `HandedOver`
+    correction: types.Correction | HandedOver = "approx"
     first_step: types.FirstStep = "zeros"
-    dtype: Any = None  # that of gradients that are kept
+    prev_grad_dtype: types.DType = None  # that of all gradients that are kept
     keep_prev_grad: bool = True
     alpha: types.ScalarOrSchedule = 1.0
     correction_clip: jax.typing.ArrayLike | None = None  # on the norm of k (a - b) of all leaves
@@ -85,8 +82,7 @@ class Estimator:
         checks.scalar_or_schedule("alpha", self.alpha)
         checks.decay_rate("b1", self.b1)
         checks.choice("first_step", self.first_step, ("zeros", "no_correction"))
-        if not self.is_handed_over:
-            checks.choice("correction", self.mode, get_args(types.Correction))
+        checks.choice("correction", self.correction, get_args(types.Correction))
         checks.flag("keep_prev_grad", self.keep_prev_grad)
         checks.max_norm(self.correction_clip, name="correction_clip")
         if self.is_adaptive and self.correction not in ("approx", "exact"):
@@ -98,22 +94,17 @@ class Estimator:
         keep = self.keep_prev_grad
         if self.correction != "approx":
             checks.keeps_prev_grad(keep, f"`correction`={self.correction!r}", "'approx'")
-        if self.dtype is not None:
-            checks.keeps_prev_grad(keep, f"`prev_grad_dtype`={self.dtype!r}", "None")
+        if (dtype := self.prev_grad_dtype) is not None:
+            checks.keeps_prev_grad(keep, f"`prev_grad_dtype`={dtype!r}", "None")
         if not keep:
             checks.constant_or_schedule(self.gamma)
         check = checks.recursive_dtype if self._is_anchored else checks.float_dtype
-        object.__setattr__(self, "dtype", check("prev_grad_dtype", self.dtype))
+        object.__setattr__(self, "prev_grad_dtype", check("prev_grad_dtype", dtype))
 
     @property
     def is_handed_over(self) -> bool:
         """Whether an optimizer around the rule evaluates gradients for it."""
-        return isinstance(self.mode, HandedOver)
-
-    @property
-    def correction(self) -> str:
-        """The correction that the user asked for."""
-        return str(self.mode.correction if self.is_handed_over else self.mode)
+        return isinstance(self.correction, HandedOver)
 
     @property
     def is_adaptive(self) -> bool:
@@ -136,7 +127,7 @@ class Estimator:
         is_stored = self.correction == "approx" and self.keep_prev_grad
         return {
             "prev_grad": is_stored,
-            "prev_grad_scale": is_stored and quantization.is_scaled(self.dtype),
+            "prev_grad_scale": is_stored and quantization.is_scaled(self.prev_grad_dtype),
             "prev_params": self.evaluates and not self.is_handed_over,
             "prev_corrected": self._is_anchored,
             "gamma_state": self.is_adaptive,
@@ -145,10 +136,10 @@ class Estimator:
     def init(self, params: optax.Params, axes: Any) -> dict[str, Any]:
         """The same fields before the first step."""
         made = {
-            "prev_grad": lambda: trees.zeros(params, self.dtype),
-            "prev_grad_scale": lambda: _scales(params, self.dtype),
+            "prev_grad": lambda: trees.zeros(params, self.prev_grad_dtype),
+            "prev_grad_scale": lambda: _scales(params, self.prev_grad_dtype),
             "prev_params": lambda: trees.copies(params, params),
-            "prev_corrected": lambda: trees.zeros(params, self.dtype),
+            "prev_corrected": lambda: trees.zeros(params, self.prev_grad_dtype),
             "gamma_state": lambda: self.gamma.init(params, axes),
         }
         return {field: made[field]() if is_kept else None for field, is_kept in self.kept.items()}
