@@ -246,8 +246,7 @@ class Estimator:
         self, updates: Any, prev_grad: Any, a: Any, k: Any, extra_args: Mapping[str, Any]
     ) -> jax.Array:
         """What scales the correction to its bound."""
-        specs = in_shard_map.specs_of(extra_args, updates)
-        in_shard_map.require_whole(updates, specs, "`correction_clip`")
+        in_shard_map.require_whole(updates, extra_args, "`correction_clip`")
         zeros = jax.tree.map(jnp.zeros_like, updates)
         added = jax.tree.map(functools.partial(_corrected, k=k), zeros, prev_grad, a)
         squares = jnp.asarray(optax.tree.norm(added, squared=True))

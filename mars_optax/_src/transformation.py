@@ -82,7 +82,7 @@ def rule(
         count = optax.safe_increment(state.count)
         specs = in_shard_map.specs_of(extra_args, updates)
         if quantization.is_scaled(source.prev_grad_dtype):
-            in_shard_map.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
+            in_shard_map.require_whole(updates, extra_args, "`prev_grad_dtype` of 8 bits")
         in_pass = mesh.is_for_gpus() and by != "pallas"
         estimate, fields = source.estimate(updates, state, params, extra_args, axes, in_pass)
         old = tuple(getattr(state, moment) for moment in moments)
