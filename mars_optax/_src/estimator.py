@@ -308,11 +308,10 @@ def _stored(updates: optax.Updates, state: Any, in_pass: bool) -> dict[str, Any]
             choose = functools.partial(_chosen, state.count)
             prev_grad = jax.tree.map(choose, prev_grad, state.prev_grad)
         return {"prev_grad": prev_grad}
-    prev_grad, prev_grad_scale = trees.map_unzip(
-        lambda g, prev: quantization.quantize(jnp.asarray(g), prev.dtype),
-        (updates, state.prev_grad),
-        (state.prev_grad, state.prev_grad_scale),
-    )
+    rows = trees.rows((updates, state.prev_grad))
+    results = [quantization.quantize(jnp.asarray(g), prev.dtype) for g, prev in rows]
+    outputs = state.prev_grad, state.prev_grad_scale
+    prev_grad, prev_grad_scale = trees.unzip(results, outputs)
     return {"prev_grad": prev_grad, "prev_grad_scale": prev_grad_scale}
 
 

@@ -28,12 +28,13 @@ class Finish:
     def updates(self, directions: Any) -> Any:
         """The updates, in at least float32."""
 
-        def on_leaf(u: Any, p: Any, decays: bool) -> tuple[jax.Array]:
+        def on_leaf(u: Any, p: Any, decays: bool) -> jax.Array:
             dtype = precision.compute_dtype(u)
             scale, decay = (precision.upcast_scalar(x, dtype) for x in (self.scale, self.decay))
-            return (updated(u, p, scale, decay if decays else None),)
+            return updated(u, p, scale, decay if decays else None)
 
-        return trees.map_unzip(on_leaf, (directions, self.params, self.decays), (directions,))[0]
+        rows = trees.rows((directions, self.params, self.decays))
+        return jax.tree.unflatten(jax.tree.structure(directions), [on_leaf(*row) for row in rows])
 
     def tree(self, directions: Any) -> Any:
         """The new parameters."""
