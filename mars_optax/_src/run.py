@@ -157,6 +157,6 @@ def _squares(
     for grad, other, leaf_axes, *rest in trees.rows((updates, estimate.other, axes, *others)):
         present = [jnp.asarray(x) for x in (grad, other, *rest) if x is not None]
         operands = tuple(present[: 1 if other is None else 2])
-        norm_axes = tuple(sorted(axis % jnp.ndim(grad) for axis in leaf_axes.norm_axes))
+        norm_axes = tuple(sorted(leaf_axes.norm_axes))
         leaves.append(execute.NormLeaf(operands, (precision.compute_dtype(*present),), norm_axes))
     return execute.squares(corrected, leaves, [estimate.coefficient], implementation)
