@@ -119,8 +119,8 @@ def invariant(x: jax.Array, like: jax.Array) -> jax.Array:
 
     In a shard_map the type of what was gathered does not say that it is equal on all devices.
     """
-    names = tuple(sorted(varying(x) - varying(like)))
-    return jax.lax.psum(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names) if names else x
+    over = tuple(sorted(varying(x) - varying(like)))
+    return jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, x, 0), over) if over else x
 
 
 def opaque(fn: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
