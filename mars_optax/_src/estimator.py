@@ -47,19 +47,16 @@ class Estimate:
         return correction.corrected_gradient(grad, other, coefficient)
 
     def kept(self, momentum: jax.Array, grad: jax.Array, next_gamma: Any) -> jax.Array:
-        r"""What the state keeps of the momentum.
+        r"""What the memory-free form keeps of the momentum.
 
-        Unclipped, the correction is linear. So the memory-free form takes the part of the previous
-        gradient in the next step off the momentum in this one: with
-        :math:`n_t = m_t - \gamma_{t+1} g_t`,
+        Unclipped, the correction is linear. So this form takes the part of the previous gradient in
+        the next step off the momentum in this one: with :math:`n_t = m_t - \gamma_{t+1} g_t`,
 
         .. math::
 
           m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t + \gamma_t \beta_1 (g_t - g_{t-1})
               = \beta_1 n_{t-1} + (1-\beta_1)(1 + k_t) g_t.
         """
-        if self.next_gamma is None:
-            return momentum
         return momentum + correction.corrected_gradient(jnp.zeros_like(grad), grad, next_gamma)
 
 
