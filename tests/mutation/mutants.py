@@ -614,8 +614,8 @@ _STATE: Final = (
     Mutant(
         "free_gamma_of_this_step",
         "estimator.py",
-        "next_k = self.coefficient(optax.safe_increment(state.count))",
-        "next_k = self.coefficient(state.count)",
+        "self.gamma, optax.safe_increment(state.count))",
+        "self.gamma, state.count)",
         "the memory-free form reads gamma of this step, not of the next",
         (CORNERS + "::GammaTest",),
     ),
