@@ -43,9 +43,9 @@ def optimizer(
     for key, value in rates.items():
         check = checks.learning_rate if "rate" in key else checks.scalar_or_schedule
         check(key, value)
-    decay_rates = {key: rates[key] for key in rates if "decay" in key}
+    weight_decays = {key: rates[key] for key in rates if "decay" in key}
     if vector_rule is None:
-        del decay_rates["weight_decay_1d"]
+        del weight_decays["weight_decay_1d"]
     mask, numbers = settings["mask"], settings["weight_dimension_numbers"]
     partition.check_spec(numbers)
     correction = settings["correction"]
@@ -130,7 +130,7 @@ def optimizer(
         return _whole(labels, results), _joined(state_type, labels, states, prev_params)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        checks.needs_params(params, name, decay_rates)
+        checks.needs_params(params, name, weight_decays)
         if params is None:
             checks.arrays(updates, "Gradient")
         else:

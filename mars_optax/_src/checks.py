@@ -15,9 +15,7 @@ from mars_optax._src.leaf import precision, quantization
 
 _ARRAYS = jax.Array | np.ndarray | np.generic
 
-# The fields of a state that have one number for each row of a leaf.
-_PER_ROW: Final = ("prev_grad_scale",)
-# Those that are no tree of the parameters' shapes.
+# The fields of a state that are no tree of the parameters' shapes.
 OF_ANY_SHAPE: Final = ("gamma_state", "inner_state")
 
 
@@ -314,11 +312,12 @@ def state_fields(state: Any, wanted: Mapping[str, Any], name: str) -> None:
                 f"{_STATE_ADVICE}"
             )
         if field not in OF_ANY_SHAPE:
-            like = jax.tree.map(_of_rows, updates) if field in _PER_ROW else updates
+            like = jax.tree.map(_of_rows, updates) if field == "prev_grad_scale" else updates
             same_shapes(f"state.{field}", tree, like, "the gradients", _STATE_ADVICE)
 
 
 def _of_rows(x: Any) -> Any:
+    """One number for each row of a leaf."""
     return np.broadcast_to(0.0, quantization.scale_shape(jnp.shape(x)))
 
 
@@ -392,7 +391,7 @@ def is_tree_function(value: Any, tree: Any) -> TypeGuard[Callable[[Any], Any]]:
     return callable(value) and type(value) is not type(tree)
 
 
-def coefficients(value: Any, steps: Any, presets: dict[str, Any], prefix: str = "ns_") -> Any:
+def coefficients(value: Any, steps: Any, presets: dict[str, Any], prefix: str) -> Any:
     """The Newton-Schulz coefficients as a table with a triple (a, b, c) in each row."""
     name = f"`{prefix}coeffs`"
     if isinstance(value, str):

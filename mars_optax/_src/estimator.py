@@ -25,11 +25,8 @@ from mars_optax._src.adaptive import AdaptiveGamma
 from mars_optax._src.leaf import clipping, correction, precision, quantization
 
 
-@dataclasses.dataclass(frozen=True)
-class HandedOver:
+class HandedOver(str):
     """A correction whose b comes as extra argument `prev_grad` from the optimizer around a rule."""
-
-    correction: types.Correction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,19 +47,16 @@ class Estimate:
         return correction.corrected_gradient(grad, other, coefficient)
 
     def kept(self, momentum: jax.Array, grad: jax.Array, next_gamma: Any) -> jax.Array:
-        r"""What the state keeps of the momentum.
+        r"""What the memory-free form keeps of the momentum.
 
-        Unclipped, the correction is linear. So the memory-free form takes the part of the previous
-        gradient in the next step off the momentum in this one: with
-        :math:`n_t = m_t - \gamma_{t+1} g_t`,
+        Unclipped, the correction is linear. So this form takes the part of the previous gradient in
+        the next step off the momentum in this one: with :math:`n_t = m_t - \gamma_{t+1} g_t`,
 
         .. math::
 
           m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t + \gamma_t \beta_1 (g_t - g_{t-1})
               = \beta_1 n_{t-1} + (1-\beta_1)(1 + k_t) g_t.
         """
-        if self.next_gamma is None:
-            return momentum
         return momentum + correction.corrected_gradient(jnp.zeros_like(grad), grad, next_gamma)
 
 
@@ -72,9 +66,9 @@ class Estimator:
 
     gamma: Any
     b1: jax.typing.ArrayLike
-    mode: Any = "approx"  # the correction, or `HandedOver`
+    correction: types.Correction | HandedOver = "approx"
     first_step: types.FirstStep = "zeros"
-    dtype: Any = None  # that of gradients that are kept
+    prev_grad_dtype: types.DType = None  # that of all gradients that are kept
     keep_prev_grad: bool = True
     alpha: types.ScalarOrSchedule = 1.0
     correction_clip: jax.typing.ArrayLike | None = None  # on the norm of k (a - b) of all leaves
@@ -85,8 +79,7 @@ class Estimator:
         checks.scalar_or_schedule("alpha", self.alpha)
         checks.decay_rate("b1", self.b1)
         checks.choice("first_step", self.first_step, ("zeros", "no_correction"))
-        if not self.is_handed_over:
-            checks.choice("correction", self.mode, get_args(types.Correction))
+        checks.choice("correction", self.correction, get_args(types.Correction))
         checks.flag("keep_prev_grad", self.keep_prev_grad)
         checks.max_norm(self.correction_clip, name="correction_clip")
         if self.is_adaptive and self.correction not in ("approx", "exact"):
@@ -98,22 +91,17 @@ class Estimator:
         keep = self.keep_prev_grad
         if self.correction != "approx":
             checks.keeps_prev_grad(keep, f"`correction`={self.correction!r}", "'approx'")
-        if self.dtype is not None:
-            checks.keeps_prev_grad(keep, f"`prev_grad_dtype`={self.dtype!r}", "None")
+        if (dtype := self.prev_grad_dtype) is not None:
+            checks.keeps_prev_grad(keep, f"`prev_grad_dtype`={dtype!r}", "None")
         if not keep:
             checks.constant_or_schedule(self.gamma)
         check = checks.recursive_dtype if self._is_anchored else checks.float_dtype
-        object.__setattr__(self, "dtype", check("prev_grad_dtype", self.dtype))
+        object.__setattr__(self, "prev_grad_dtype", check("prev_grad_dtype", dtype))
 
     @property
     def is_handed_over(self) -> bool:
         """Whether an optimizer around the rule evaluates gradients for it."""
-        return isinstance(self.mode, HandedOver)
-
-    @property
-    def correction(self) -> str:
-        """The correction that the user asked for."""
-        return str(self.mode.correction if self.is_handed_over else self.mode)
+        return isinstance(self.correction, HandedOver)
 
     @property
     def is_adaptive(self) -> bool:
@@ -136,7 +124,7 @@ class Estimator:
         is_stored = self.correction == "approx" and self.keep_prev_grad
         return {
             "prev_grad": is_stored,
-            "prev_grad_scale": is_stored and quantization.is_scaled(self.dtype),
+            "prev_grad_scale": is_stored and quantization.is_scaled(self.prev_grad_dtype),
             "prev_params": self.evaluates and not self.is_handed_over,
             "prev_corrected": self._is_anchored,
             "gamma_state": self.is_adaptive,
@@ -145,10 +133,10 @@ class Estimator:
     def init(self, params: optax.Params, axes: Any) -> dict[str, Any]:
         """The same fields before the first step."""
         made = {
-            "prev_grad": lambda: trees.zeros(params, self.dtype),
-            "prev_grad_scale": lambda: _scales(params, self.dtype),
+            "prev_grad": lambda: trees.zeros(params, self.prev_grad_dtype),
+            "prev_grad_scale": lambda: _scales(params, self.prev_grad_dtype),
             "prev_params": lambda: trees.copies(params, params),
-            "prev_corrected": lambda: trees.zeros(params, self.dtype),
+            "prev_corrected": lambda: trees.zeros(params, self.prev_grad_dtype),
             "gamma_state": lambda: self.gamma.init(params, axes),
         }
         return {field: made[field]() if is_kept else None for field, is_kept in self.kept.items()}
@@ -182,8 +170,7 @@ class Estimator:
         if self.correction == "none":
             return Estimate(None, 0.0), fields
         if not self.keep_prev_grad:
-            next_k = self.coefficient(optax.safe_increment(state.count))
-            next_gamma = next_k * (1 - precision.upcast_scalar(self.b1)) / _divisor(self.b1)
+            next_gamma = checks.at("gamma", self.gamma, optax.safe_increment(state.count))
             return Estimate(None, self.coefficient(state.count), next_gamma=next_gamma), fields
         if self.correction == "approx":
             prev_grad = stored_gradients(state)
@@ -255,8 +242,7 @@ class Estimator:
         self, updates: Any, prev_grad: Any, a: Any, k: Any, extra_args: Mapping[str, Any]
     ) -> jax.Array:
         """What scales the correction to its bound."""
-        specs = in_shard_map.specs_of(extra_args, updates)
-        in_shard_map.require_whole(updates, specs, "`correction_clip`")
+        in_shard_map.require_whole(updates, extra_args, "`correction_clip`")
         zeros = jax.tree.map(jnp.zeros_like, updates)
         added = jax.tree.map(functools.partial(_corrected, k=k), zeros, prev_grad, a)
         squares = jnp.asarray(optax.tree.norm(added, squared=True))
@@ -290,14 +276,6 @@ def _corrected(grad: Any, prev_grad: Any, estimate: Any, k: Any) -> jax.Array:
     return correction.corrected_gradient(grad, prev_grad, k, estimate)
 
 
-def _divisor(b1: Any) -> Any:
-    """B1, or 1 where it is 0, so that what is divided, which is 0 then, stays that."""
-    if isinstance(b1, int | float):
-        return b1 or 1
-    b1 = precision.upcast_scalar(b1)
-    return jnp.where(b1 == 0, 1, b1)
-
-
 def stored_gradients(state: Any) -> Any:
     """The previous gradients that a state keeps, by their scales where it has such."""
     if state.prev_grad_scale is None:
@@ -318,11 +296,10 @@ def _stored(updates: optax.Updates, state: Any, in_pass: bool) -> dict[str, Any]
             choose = functools.partial(_chosen, state.count)
             prev_grad = jax.tree.map(choose, prev_grad, state.prev_grad)
         return {"prev_grad": prev_grad}
-    prev_grad, prev_grad_scale = trees.map_unzip(
-        lambda g, prev: quantization.quantize(jnp.asarray(g), prev.dtype),
-        (updates, state.prev_grad),
-        (state.prev_grad, state.prev_grad_scale),
-    )
+    rows = trees.rows((updates, state.prev_grad))
+    results = [quantization.quantize(jnp.asarray(g), prev.dtype) for g, prev in rows]
+    outputs = state.prev_grad, state.prev_grad_scale
+    prev_grad, prev_grad_scale = trees.unzip(results, outputs)
     return {"prev_grad": prev_grad, "prev_grad_scale": prev_grad_scale}
 
 

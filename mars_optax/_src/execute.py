@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from mars_optax._src import mesh
 from mars_optax._src.leaf import clipping, precision
@@ -129,12 +128,12 @@ def newton_schulz(
     GPUs for matrices of 16 bits, and raises on what is neither one nor a TPU; "xla" takes none,
     and None those measured to be faster.
     """
-    on, is_wanted = jax.typeof(x).sharding.mesh, False
+    is_wanted = False
     if implementation == "pallas":
         _require_none([_refusal()])
     # Along automatic axes beside others no kernel can be told its part.
-    is_known = not any(on.shape[axis] > 1 for axis in mesh.axes_of(on, AxisType.Auto))
-    if is_local or (is_known and (mesh.is_local(x) or mesh.explicit(x) is not None)):
+    is_known = mesh.is_local(x) or mesh.explicit(x) is not None
+    if is_local or (is_known and not mesh.automatic(x)):
         if implementation == "pallas":
             is_wanted = _kernels().has_products(x, is_interpreted())
         elif implementation is None and kernels_are_faster([x], is_local):

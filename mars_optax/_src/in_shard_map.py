@@ -119,9 +119,9 @@ def layouts(tree: Any, axes: Any, extra_args: Mapping[str, Any], what: str) -> l
     return results
 
 
-def require_whole(tree: Any, specs: Any, what: str) -> None:
+def require_whole(tree: Any, extra_args: Mapping[str, Any], what: str) -> None:
     """Raises inside a shard_map where a leaf is not whole, for what works on whole leaves only."""
-    for path, x, spec in table(tree, specs):
+    for path, x, spec in table(tree, specs_of(extra_args, tree)):
         if any(sharded(path, x, spec, range(jnp.ndim(x)), what)):
             raise NotImplementedError(
                 f"{what} inside a shard_map: expected whole leaves, got "

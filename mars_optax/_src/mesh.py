@@ -31,9 +31,7 @@ def is_local(x: Any) -> bool:
 
 def is_undivided(x: Any) -> bool:
     """Whether an array is local, and no automatic or explicit axes divide it further."""
-    on = jax.typeof(x).sharding.mesh
-    divides = explicit(x) is not None or any(on.shape[a] > 1 for a in axes_of(on, AxisType.Auto))
-    return is_local(x) and not divides
+    return is_local(x) and explicit(x) is None and not automatic(x)
 
 
 def has_partitioner() -> bool:
@@ -57,6 +55,12 @@ def axes_of(mesh: Any, kind: AxisType) -> list[str]:
     # An empty mesh may have None for types.
     pairs = zip(mesh.axis_names, mesh.axis_types or (), strict=False)
     return [name for name, its in pairs if its == kind]
+
+
+def automatic(x: Any) -> list[str]:
+    """The automatic axes that may divide an array, about which its type says nothing."""
+    on = jax.typeof(x).sharding.mesh
+    return [name for name in axes_of(on, AxisType.Auto) if on.shape[name] > 1]
 
 
 def manual_axes() -> list[str]:
@@ -115,8 +119,8 @@ def invariant(x: jax.Array, like: jax.Array) -> jax.Array:
 
     In a shard_map the type of what was gathered does not say that it is equal on all devices.
     """
-    names = tuple(sorted(varying(x) - varying(like)))
-    return jax.lax.psum(jnp.where(jax.lax.axis_index(names) == 0, x, 0), names) if names else x
+    over = tuple(sorted(varying(x) - varying(like)))
+    return jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, x, 0), over) if over else x
 
 
 def opaque(fn: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,12 +28,13 @@ class Finish:
     def updates(self, directions: Any) -> Any:
         """The updates, in at least float32."""
 
-        def on_leaf(u: Any, p: Any, decays: bool) -> tuple[jax.Array]:
+        def on_leaf(u: Any, p: Any, decays: bool) -> jax.Array:
             dtype = precision.compute_dtype(u)
             scale, decay = (precision.upcast_scalar(x, dtype) for x in (self.scale, self.decay))
-            return (updated(u, p, scale, decay if decays else None),)
+            return updated(u, p, scale, decay if decays else None)
 
-        return trees.map_unzip(on_leaf, (directions, self.params, self.decays), (directions,))[0]
+        rows = trees.rows((directions, self.params, self.decays))
+        return jax.tree.unflatten(jax.tree.structure(directions), [on_leaf(*row) for row in rows])
 
     def tree(self, directions: Any) -> Any:
         """The new parameters."""
@@ -156,6 +157,6 @@ def _squares(
     for grad, other, leaf_axes, *rest in trees.rows((updates, estimate.other, axes, *others)):
         present = [jnp.asarray(x) for x in (grad, other, *rest) if x is not None]
         operands = tuple(present[: 1 if other is None else 2])
-        norm_axes = tuple(sorted(axis % jnp.ndim(grad) for axis in leaf_axes.norm_axes))
+        norm_axes = tuple(sorted(leaf_axes.norm_axes))
         leaves.append(execute.NormLeaf(operands, (precision.compute_dtype(*present),), norm_axes))
     return execute.squares(corrected, leaves, [estimate.coefficient], implementation)

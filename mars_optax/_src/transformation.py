@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,8 @@ def rule(
     checks.max_norm(max_norm)
     checks.choice("implementation", implementation, (None, "xla", "pallas"))
     partition.check_spec(numbers)
-    fields = {x.name: _NAMES.get(x.name, x.name) for x in dataclasses.fields(Estimator)}
-    source = Estimator(**{k: settings[key] for k, key in fields.items() if key in settings})
+    names = [x.name for x in dataclasses.fields(Estimator)]
+    source = Estimator(**{key: settings[key] for key in names if key in settings})
     if max_norm is not None:
         checks.keeps_prev_grad(source.keep_prev_grad, f"`max_norm`={max_norm!r}", "None")
     # A tree without leaves shows which moments these settings keep.
@@ -81,8 +81,8 @@ def rule(
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         specs = in_shard_map.specs_of(extra_args, updates)
-        if source.dtype is not None and quantization.is_scaled(source.dtype):
-            in_shard_map.require_whole(updates, specs, "`prev_grad_dtype` of 8 bits")
+        if quantization.is_scaled(source.prev_grad_dtype):
+            in_shard_map.require_whole(updates, extra_args, "`prev_grad_dtype` of 8 bits")
         in_pass = mesh.is_for_gpus() and by != "pallas"
         estimate, fields = source.estimate(updates, state, params, extra_args, axes, in_pass)
         old = tuple(getattr(state, moment) for moment in moments)
@@ -139,7 +139,3 @@ def momentum_rule(
         inner=inner,
         default=partition.matrix_from_rank_2 if inner is None else partition.matrix_at_rank_2,
     )
-
-
-# The fields of the estimator whose arguments have other names.
-_NAMES: Final = {"mode": "correction", "dtype": "prev_grad_dtype"}

@@ -1,6 +1,6 @@
 """Mapping over several trees at once, where some are absent and several results come out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,13 +26,6 @@ def unzip(results: Sequence[tuple[Any, ...]], outputs: Sequence[Any]) -> tuple[A
         None if tree is None else jax.tree.unflatten(jax.tree.structure(tree), column)
         for tree, column in zip(outputs, columns, strict=True)
     )
-
-
-def map_unzip(
-    fn: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], outputs: Sequence[Any]
-) -> tuple[Any, ...]:
-    """Maps `fn` over the leaves of `inputs` and returns a tree for each of its results."""
-    return unzip([fn(*row) for row in rows(inputs)], outputs)
 
 
 def zeros(params: Any, dtype: Any = None, *, averages_squares: bool = False) -> Any:

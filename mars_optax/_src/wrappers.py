@@ -70,8 +70,7 @@ def cautious(
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         if rescale != "none":
-            specs = in_shard_map.specs_of(extra_args, updates)
-            in_shard_map.require_whole(updates, specs, f"`cautious` with {rescale=}")
+            in_shard_map.require_whole(updates, extra_args, f"`cautious` with {rescale=}")
         direction, state = inner.update(updates, state, params, **extra_args)
         return trees.cast_like(jax.tree.map(masked, direction, updates), direction), state
 
@@ -131,8 +130,7 @@ def ignore_absent_gradients(
         return state
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        specs = in_shard_map.specs_of(extra_args, updates)
-        in_shard_map.require_whole(updates, specs, "`ignore_absent_gradients`")
+        in_shard_map.require_whole(updates, extra_args, "`ignore_absent_gradients`")
         flat = jax.tree_util.tree_leaves_with_path(updates)
         absent = {path: jnp.all(grad == 0) for path, grad in flat}
 

@@ -1,1 +1,1 @@
-"""How an elementwise function is executed on many leaves: by XLA, or by Pallas kernels."""
+"""Pallas kernels and what launches them, which only `execute.py` imports."""

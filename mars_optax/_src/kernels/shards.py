@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from mars_optax._src import mesh
 
@@ -24,10 +24,10 @@ def on_shards(
     `local` makes of `replicated`, an array that every device gets whole, and of `data`, whose
     arrays are sharded alike in each leaf and all on one mesh, `n_outputs` in the shape of each.
     """
-    on, run = mesh.explicit(data[0][0][0]), local
-    if on is not None:
+    first, run = data[0][0][0], local
+    if (on := mesh.explicit(first)) is not None:
         # Axes that are not explicit would be gathered: no type tells what lies along them.
-        if automatic := [name for name in mesh.axes_of(on, AxisType.Auto) if on.shape[name] > 1]:
+        if automatic := mesh.automatic(first):
             raise NotImplementedError(
                 "`implementation`: expected a mesh whose axes are all explicit or all automatic, "
                 f"got 'pallas' on one with {', '.join(map(str, automatic))} automatic beside "
@@ -38,7 +38,7 @@ def on_shards(
         outs = [(operands[0],) * n_outputs for operands, _ in ins]
         specs = (mesh.spec(), ins)
         run = jax.shard_map(local, mesh=on, in_specs=specs, out_specs=outs, check_vma=False)
-    elif not mesh.is_local(data[0][0][0]):
+    elif not mesh.is_local(first):
         if not mesh.has_partitioner():
             raise NotImplementedError(
                 "`implementation`: expected a mesh with explicit axes, got 'pallas' on TPUs with "

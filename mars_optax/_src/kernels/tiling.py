@@ -36,8 +36,6 @@ def tile(size: int, rows: int = 1, *, is_whole: bool = False) -> Tiling | None:
 
     One row may have a rest, unless it is to be whole. Rows may also be too many for a grid.
     """
-    if size == 0:
-        return Tiling(rows, 0, BLOCKS[0], 0)
     length, may_rest = size // rows, rows == 1 and not is_whole
     for block in BLOCKS if rows <= _MOST_ROWS else ():
         blocks, rest = divmod(length, block)

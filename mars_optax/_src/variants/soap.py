@@ -83,7 +83,7 @@ def scale_by_soap(
         partition.require_matrices(axes, params, "scale_by_soap")
         partition.record_axes(axes)
         what = "`init` of `scale_by_soap`, to be called outside of it,"
-        in_shard_map.require_whole(params, None, what)
+        in_shard_map.require_whole(params, {}, what)
 
         def squares(p: Any, a: partition.Axes, side: int) -> jax.Array:
             dtype = precision.compute_dtype(p) if gram_dtype is None else gram_dtype
