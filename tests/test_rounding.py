@@ -61,6 +61,25 @@ class StochasticApplyUpdatesTest(parameterized.TestCase):
         self.assertEqual(float(nearest.mean()), 1.0)
         self.assertAlmostEqual(float(jnp.mean(params.astype(jnp.float32))), 1.1, delta=2e-3)
 
+    def test_derivatives_are_those_of_apply_updates(self):
+        params = {"half": jnp.ones((3, 2), jnp.bfloat16), "single": jnp.ones(2)}
+        updates = jax.tree.map(lambda p: jnp.full(p.shape, 0.003, jnp.float32), params)
+        key = jax.random.key(5)
+
+        def loss(apply):
+            def of(params, updates):
+                moved = jax.tree.leaves(apply(params, updates))
+                return sum(jnp.sum(3.0 * x.astype(jnp.float32)) for x in moved)
+
+            return jax.grad(of, argnums=(0, 1))(params, updates)
+
+        actual = loss(lambda p, u: mars_optax.stochastic_apply_updates(p, u, key))
+        jax.tree.map(np.testing.assert_array_equal, actual, loss(optax.apply_updates))
+        run = jax.jit(lambda p, u: mars_optax.stochastic_apply_updates(p, u, key))
+        _, tangents = jax.jvp(run, (params, updates), (params, updates))
+        expected = jax.jvp(optax.apply_updates, (params, updates), (params, updates))[1]
+        jax.tree.map(np.testing.assert_array_equal, tangents, expected)
+
     def test_leaves_draw_numbers_of_their_own(self):
         params = {"a": jnp.ones(200, jnp.bfloat16), "b": jnp.ones(200, jnp.bfloat16)}
         updates = jax.tree.map(lambda p: jnp.full(p.shape, 0.003, jnp.float32), params)

@@ -409,8 +409,8 @@ def write_recorded() -> list[pathlib.Path]:
     for picture in PICTURES:
         written.append(IMAGES / f"{picture}.png")
         curves.draw(panels(picture), written[-1])
-    for name, (paths, view, picture) in AXES.items():
-        files = (RESULTS / f"{name}.md", picture)
+    for name, (paths, view, drawn) in AXES.items():
+        files = (RESULTS / f"{name}.md", drawn)
         batch_axis.write(batch_axis.read(paths), view, *files)
         written += files
     return written

@@ -89,10 +89,18 @@ def optimizer(
     def decays_of(tree: Any) -> Any:
         """A bool for each leaf, from a mask as :func:`optax.masked` takes it."""
         its = mask(tree) if checks.is_tree_function(mask, tree) else True if mask is None else mask
-        return jax.tree.map(lambda m, below: jax.tree.map(lambda _: bool(m), below), its, tree)
+        try:
+            return jax.tree.map(lambda m, below: jax.tree.map(lambda _: bool(m), below), its, tree)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "`mask`: expected a tree with the structure of the parameters, or a prefix of it, "
+                f"with a bool at each leaf, got {its!r} for {jax.tree.structure(tree)}. Give every "
+                "leaf its own, for example by a function of the parameters."
+            ) from error
 
     def init_fn(params: optax.Params) -> optax.OptState:
         checks.inexact_leaves(params)
+        decays_of(params)  # so that a wrong mask fails here
         rules, labels = rules_for(params)
         states = {k: rule.init(_part(labels, k, params)) for k, rule in rules.items()}
         prev_params = trees.copies(params, params) if hands_over else None

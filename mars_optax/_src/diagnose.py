@@ -53,8 +53,9 @@ def diagnose(
       A dictionary of float32 scalars.
 
     Raises:
-      TypeError: If `gamma`, `b1` or `max_norm` is of the wrong kind.
-      ValueError: If one of them is out of its range, or `gamma` is not the state's kind.
+      TypeError: If `gamma`, `b1`, `max_norm` or a gradient is of the wrong kind.
+      ValueError: If one of them is out of its range, or `gamma` is not the state's kind, or a
+        gradient has another shape than the one before.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -79,7 +80,7 @@ def diagnose(
         checks.scalar_or_schedule("gamma", gamma)
     checks.decay_rate("b1", b1)
     checks.max_norm(max_norm)
-    checks.arrays(grads, "Gradient")
+    checks.inexact_leaves(grads, "Gradient")
     flat = jax.tree_util.tree_leaves_with_path(grads)
     by_path = {path: precision.upcast(x, jnp.float32) for path, x in flat}
     g_g = p_p = g_p = d_d = c_c = clipped = gammas = zero = jnp.zeros([], jnp.float32)
@@ -94,6 +95,11 @@ def diagnose(
         for path, stored in states.previous_gradients(node).items():
             if path not in by_path:
                 continue
+            if (got := by_path[path].shape) != (its := jnp.shape(stored)):
+                raise ValueError(
+                    f"Gradient {checks.path_string(path)!r}: expected the shape {its} of the "
+                    f"previous one in the state, got {got}. Pass what `update` gets."
+                )
             leaves, g, p = leaves + 1, by_path[path], precision.upcast(stored, jnp.float32)
             if rule is not None:
                 value = values[path].astype(jnp.float32)

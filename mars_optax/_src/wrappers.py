@@ -100,7 +100,7 @@ def ignore_absent_gradients(
     Raises:
       TypeError: If `inner` is no transformation.
       ValueError: At ``init``, if no leaf keeps a previous gradient (``keep_prev_grad=False``, or
-        another correction than ``"approx"``).
+        another correction than ``"approx"``), or :class:`optax.MultiSteps` is in `inner`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -118,14 +118,21 @@ def ignore_absent_gradients(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = inner.init(params)
+        is_multi = lambda x: isinstance(x, optax.MultiStepsState)  # noqa: E731
+        if any(map(is_multi, jax.tree.leaves(state, is_leaf=is_multi))):
+            raise ValueError(
+                "`inner`: expected a transformation that gets every gradient, got one inside "
+                "`optax.MultiSteps`. Put that around this wrapper."
+            )
         paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
         nodes = states.with_previous_gradient(state)
         kept = [path for node in nodes for path in states.previous_gradients(node)]
         if paths and not paths.intersection(kept):
+            which = "it at other paths" if kept else "none"
             raise ValueError(
                 "`inner`: expected a transformation that keeps a previous gradient, got one that "
-                "keeps none. Pass one with `correction='approx'` and `keep_prev_grad=True`, or use "
-                "it without this wrapper."
+                f"keeps {which}. Pass one with `correction='approx'` and `keep_prev_grad=True`, or "
+                "use it without this wrapper."
             )
         return state
 

@@ -79,12 +79,76 @@ class RefusalTest(parameterized.TestCase):
 
     def test_gradients_under_other_paths_cannot_be_told_to_be_absent(self):
         inner = optax.flatten(mars_optax.correct_gradients())
-        with self.assertRaisesRegex(ValueError, "`inner`"):
+        with self.assertRaisesRegex(ValueError, "`inner`.*at other paths"):
             mars_optax.ignore_absent_gradients(inner).init({"a": jnp.ones(2)})
+
+    @parameterized.parameters(
+        lambda: mars_optax.mars(1e-2),
+        lambda: mars_optax.storm_adamw(1e-2),
+        lambda: mars_optax.variance_reduced(optax.scale_by_adam(), 1e-2),
+    )
+    def test_an_optimizer_makes_no_directions(self, make):
+        for wrap in (mars_optax.cautious, lambda tx: mars_optax.variance_reduced(tx, 1e-2)):
+            with self.assertRaisesRegex(ValueError, "`inner`: expected directions .* opposite"):
+                wrap(make())
+        # Of directions, too, and of others' transformations, of which nothing is known.
+        mars_optax.cautious(mars_optax.cautious(mars_optax.scale_by_mars()))
+        mars_optax.cautious(optax.chain(mars_optax.scale_by_mars(), optax.identity()))
+
+    @parameterized.parameters(({"a": True},), ({"a": True, "b": None},), ([True, False],))
+    def test_a_mask_of_another_tree_is_refused_at_init(self, mask):
+        params = {"a": jnp.ones((2, 2)), "b": jnp.ones(2)}
+        for given in (mask, lambda params: mask):
+            with self.assertRaisesRegex(ValueError, "`mask`: expected a tree with the structure"):
+                mars_optax.mars(1e-2, mask=given).init(params)
+        mars_optax.mars(1e-2, mask={"a": True, "b": False}).init(params)
+
+    def test_diagnose_wants_the_gradients_of_the_state(self):
+        params = {"a": jnp.ones((2, 2)), "b": jnp.ones(2)}
+        state = mars_optax.mars(1e-2).init(params)
+        with self.assertRaisesRegex(ValueError, r"Gradient 'a': .* \(2, 2\) .* got \(1, 2, 2\)"):
+            mars_optax.diagnose(jax.tree.map(lambda x: x[None], params), state)
+        with self.assertRaisesRegex(TypeError, "Gradient '.*count'"):
+            mars_optax.diagnose(state, params)
+
+    def test_accumulation_goes_around_what_ignores_absent_gradients(self):
+        inner = mars_optax.mars(1e-2)
+        params = jnp.ones((2, 2))
+        with self.assertRaisesRegex(ValueError, "one inside `optax.MultiSteps`"):
+            mars_optax.ignore_absent_gradients(optax.MultiSteps(inner, 2)).init(params)
+        optax.MultiSteps(mars_optax.ignore_absent_gradients(inner), 2).init(params)
 
     def test_rules_are_a_sequence(self):
         with self.assertRaisesRegex(TypeError, "`rules`.*sequence"):
             mars_optax.dimension_numbers_by_path(None)
+
+
+class StateSurgeryTest(parameterized.TestCase):
+    @parameterized.parameters("masked", "partition")
+    def test_rules_may_be_of_frozen_parameters(self, wrapper):
+        params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+        rules = mars_optax.dimension_numbers_by_path([("bias$", None), ("kernel", None)])
+        tx = mars_optax.mars_m(1e-2, weight_dimension_numbers=rules)
+        if wrapper == "masked":
+            tx = optax.masked(tx, {"kernel": True, "bias": False})
+        else:
+            labels = {"kernel": "train", "bias": "freeze"}
+            tx = optax.partition({"train": tx, "freeze": optax.set_to_zero()}, labels)
+        updates, _ = tx.update(params, tx.init(params), params)
+        self.assertLess(float(jnp.max(updates["kernel"])), 0.0)
+        misspelt = mars_optax.dimension_numbers_by_path([("biass$", None)])
+        with self.assertRaisesRegex(ValueError, "biass"):
+            misspelt({"kernel": params["kernel"], "bias": optax.MaskedNode()})
+
+    def test_a_python_number_stands_for_an_array_in_a_state(self):
+        tx = mars_optax.mars(1e-2)
+        params = {"scale": jnp.float32(2.0)}
+        state = tx.init(params)
+        plain = state._replace(mu={"scale": 0.0}, nu={"scale": 0.0})
+        expected, _ = tx.update(params, state, params)
+        updates, new = tx.update(params, plain, params)
+        self.assertEqual(float(updates["scale"]), float(expected["scale"]))
+        self.assertEqual(new.mu["scale"].dtype, jnp.float32)
 
 
 class IntegersTest(absltest.TestCase):

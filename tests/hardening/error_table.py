@@ -307,6 +307,13 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     Example(
         BUILT,
+        "An optimizer where directions are wanted (`cautious`, `variance_reduced`).",
+        "Its updates have the opposite sign, so that all would be dropped, or climb.",
+        "got the optimizer `mars`",
+        _later(mars_optax.cautious, _mars(0.1)),
+    ),
+    Example(
+        BUILT,
         "A dtype has no such name.",
         "Anything that `jnp.dtype` accepts.",
         "got 'bfloat61'",
@@ -470,6 +477,20 @@ EXAMPLES: tuple[Example, ...] = (
         "Most often a spelling: the message lists all paths.",
         "got 'lm_heed'",
         lambda: _by_path([("lm_heed", None)])(_params()),
+    ),
+    Example(
+        INIT,
+        "`ignore_absent_gradients` around `optax.MultiSteps`.",
+        "Zeros in one of several gradients are no absence in their mean.",
+        "got one inside",
+        lambda: mars_optax.ignore_absent_gradients(optax.MultiSteps(_mars(0.1), 2)).init(_params()),
+    ),
+    Example(
+        INIT,
+        "The mask of the decay has another tree.",
+        "`optax.masked` takes the same masks.",
+        "got {'layer': {'kernel': True}} for",
+        lambda: _mars(0.1, mask={"layer": {"kernel": True}}).init(_params()),
     ),
     Example(
         INIT,
@@ -645,6 +666,15 @@ EXAMPLES: tuple[Example, ...] = (
         "What lies along an automatic axis is not in the type of an array.",
         "got 'pallas' on one with y automatic",
         _kernels_on_both_kinds_of_axes,
+    ),
+    Example(
+        TOOLS,
+        "`diagnose` gets gradients of other shapes than the state keeps.",
+        "Those of several devices, for example, before their mean is taken.",
+        "got (1, 3, 4)",
+        lambda: mars_optax.diagnose(
+            jax.tree.map(lambda x: x[None], _params()), _mars(0.1).init(_params())
+        ),
     ),
     Example(
         TOOLS,
