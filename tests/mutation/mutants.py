@@ -756,6 +756,22 @@ _ASSEMBLY: Final = (
         (TYPES + "::test_an_update_in_bfloat16_is_that_in_float32_rounded_once",),
     ),
     Mutant(
+        "mask_unchecked_at_init",
+        "assembly.py",
+        "decays_of(params)  # so that a wrong mask fails here",
+        "",
+        "a mask of another tree is noticed at the first step only",
+        (CORNERS,),
+    ),
+    Mutant(
+        "optimizers_as_directions",
+        "checks.py",
+        'if "learning_rate" in settings:',
+        "if False:",
+        "`cautious` takes an optimizer, all of whose entries it drops",
+        (CORNERS,),
+    ),
+    Mutant(
         "axes_exchanged",
         "partition.py",
         "else Axes(tuple(range(ndim - 1)), (ndim - 1,), ())",
@@ -778,6 +794,14 @@ _ASSEMBLY: Final = (
         "return vector_axes(ndim) if ndim != 2 else",
         "MARS-AdamW and MARS-Lion take leaves of rank 3 for vectors",
         (MARS_1,),
+    ),
+    Mutant(
+        "rules_of_frozen_refused",
+        "partition.py",
+        "isinstance(x, optax.MaskedNode)",
+        "False",
+        "a rule of a frozen parameter is an error",
+        (CORNERS,),
     ),
     Mutant(
         "norm_of_rows",
@@ -1507,6 +1531,14 @@ _VARIANTS: Final = (
         "(odds * step < jnp.abs(rest))",
         "(odds < 0.5) & (rest != 0)",
         "stochastic rounding goes either way with the same odds",
+        (ROUNDING,),
+    ),
+    Mutant(
+        "rounding_without_derivative",
+        "rounding.py",
+        "return _straight_through(rounded, total)",
+        "return rounded",
+        "no derivative passes through stochastic rounding",
         (ROUNDING,),
     ),
     Mutant(
