@@ -170,7 +170,8 @@ class Estimator:
         if self.correction == "none":
             return Estimate(None, 0.0), fields
         if not self.keep_prev_grad:
-            next_gamma = checks.at("gamma", self.gamma, optax.safe_increment(state.count))
+            next_k = self.coefficient(optax.safe_increment(state.count))
+            next_gamma = next_k * (1 - precision.upcast_scalar(self.b1)) / _divisor(self.b1)
             return Estimate(None, self.coefficient(state.count), next_gamma=next_gamma), fields
         if self.correction == "approx":
             prev_grad = stored_gradients(state)
@@ -274,6 +275,14 @@ def _corrected(grad: Any, prev_grad: Any, estimate: Any, k: Any) -> jax.Array:
     grad, prev_grad, estimate = (precision.upcast(x, dtype) for x in (grad, prev_grad, estimate))
     k = precision.upcast_scalar(k, dtype)
     return correction.corrected_gradient(grad, prev_grad, k, estimate)
+
+
+def _divisor(b1: Any) -> Any:
+    """B1, or 1 where it is 0, so that what is divided, which is 0 then, stays that."""
+    if isinstance(b1, int | float):
+        return b1 or 1
+    b1 = precision.upcast_scalar(b1)
+    return jnp.where(b1 == 0, 1, b1)
 
 
 def stored_gradients(state: Any) -> Any:

@@ -614,8 +614,8 @@ _STATE: Final = (
     Mutant(
         "free_gamma_of_this_step",
         "estimator.py",
-        "self.gamma, optax.safe_increment(state.count))",
-        "self.gamma, state.count)",
+        "next_k = self.coefficient(optax.safe_increment(state.count))",
+        "next_k = self.coefficient(state.count)",
         "the memory-free form reads gamma of this step, not of the next",
         (CORNERS + "::GammaTest",),
     ),
