@@ -122,7 +122,7 @@ def ignore_absent_gradients(
         if any(map(is_multi, jax.tree.leaves(state, is_leaf=is_multi))):
             raise ValueError(
                 "`inner`: expected a transformation that gets every gradient, got one inside "
-                "`optax.MultiSteps`. Put that around this wrapper."
+                "`optax.MultiSteps`. Pass its optimizer, and put `MultiSteps` around this."
             )
         paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
         nodes = states.with_previous_gradient(state)
