@@ -252,7 +252,8 @@ def dimension_numbers_by_path(
     Raises:
       TypeError: If a rule is no pair of a string and dimension numbers or None.
       ValueError: If a regular expression or `default` is malformed and, when the function is
-        called, if a rule's expression finds no leaf at all.
+        called, if a rule's expression finds no leaf at all; in a tree with
+        :class:`optax.MaskedNode` for frozen parameters it may find none.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -287,12 +288,13 @@ def dimension_numbers_by_path(
             ) from error
 
     def dimension_numbers(params: Any) -> Any:
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        paths = [checks.path_string(path) for path, _ in leaves]
         # A rule may be of a parameter that `optax.masked` or `optax.partition` leaves out here.
         is_left_out = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_left_out)
-        paths = [checks.path_string(path) for path, _ in leaves]
+        is_part = any(map(is_left_out, jax.tree.leaves(params, is_leaf=is_left_out)))
         for pattern, _ in compiled:
-            if not any(pattern.search(path) for path in paths):
+            if not is_part and not any(pattern.search(path) for path in paths):
                 raise ValueError(
                     f"`rules`: expected every rule to match a leaf, got {pattern.pattern!r}, which "
                     f"matches none of {paths}. Correct it, or leave it out. Under "

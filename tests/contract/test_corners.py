@@ -136,9 +136,16 @@ class StateSurgeryTest(parameterized.TestCase):
             tx = optax.partition({"train": tx, "freeze": optax.set_to_zero()}, labels)
         updates, _ = tx.update(params, tx.init(params), params)
         self.assertLess(float(jnp.max(updates["kernel"])), 0.0)
-        misspelt = mars_optax.dimension_numbers_by_path([("biass$", None)])
-        with self.assertRaisesRegex(ValueError, "biass"):
-            misspelt({"kernel": params["kernel"], "bias": optax.MaskedNode()})
+        # One label may be of a whole subtree, of which no path is left.
+        rules = mars_optax.dimension_numbers_by_path([("out/bias", None), ("in", None)])
+        tree = {"in": params["kernel"], "out": params}
+        with self.assertRaisesRegex(ValueError, "got 'biass'"):
+            mars_optax.dimension_numbers_by_path([("biass", None)])(tree)
+        tx = optax.masked(
+            mars_optax.mars_m(1e-2, weight_dimension_numbers=rules), {"in": True, "out": False}
+        )
+        updates, _ = tx.update(tree, tx.init(tree), tree)
+        self.assertLess(float(jnp.max(updates["in"])), 0.0)
 
     def test_a_python_number_stands_for_an_array_in_a_state(self):
         tx = mars_optax.mars(1e-2)

@@ -474,7 +474,7 @@ EXAMPLES: tuple[Example, ...] = (
     Example(
         INIT,
         "A rule of `dimension_numbers_by_path` finds no leaf.",
-        "Most often a spelling: the message lists all paths.",
+        "A spelling (all paths are listed), or a layer that a filter leaves out: drop its rule.",
         "got 'lm_heed'",
         lambda: _by_path([("lm_heed", None)])(_params()),
     ),
