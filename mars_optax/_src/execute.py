@@ -50,7 +50,7 @@ class _Operands:
 class Leaf(_Operands):
     """What an elementwise function reads and writes of one leaf."""
 
-    factor: Any  # an array that is broadcast to the shape, of its rank, or None; XLA takes any tree
+    factor: jax.Array | None  # of the leaf's rank, and broadcast to its shape
     aliases: Mapping[int, int]  # outputs to operands of their dtypes, whose buffers they may take
 
     @property
@@ -210,8 +210,6 @@ def _unknown(leaf: Any) -> set[str]:
 
 def _obstacle(leaf: Leaf) -> str | None:
     """Why there is no kernel for a leaf."""
-    if not (leaf.factor is None or isinstance(leaf.factor, jax.Array)):
-        return "a leaf has a gamma for each of its matrices, which no kernel knows"
     other = _unknown(leaf)
     return f"a leaf is kept or computed in {min(other)}, not in 16 or 32 bits" if other else None
 

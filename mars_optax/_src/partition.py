@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from mars_optax._src import checks, types
+from mars_optax._src import checks, trees, types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,8 +291,7 @@ def dimension_numbers_by_path(
         leaves = jax.tree_util.tree_leaves_with_path(params)
         paths = [checks.path_string(path) for path, _ in leaves]
         # A rule may be of a parameter that `optax.masked` or `optax.partition` leaves out here.
-        is_left_out = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-        is_part = any(map(is_left_out, jax.tree.leaves(params, is_leaf=is_left_out)))
+        is_part = trees.contains(params, optax.MaskedNode)
         for pattern, _ in compiled:
             if not is_part and not any(pattern.search(path) for path in paths):
                 raise ValueError(

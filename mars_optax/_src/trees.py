@@ -57,6 +57,12 @@ def copies(tree: Any, like: Any) -> Any:
     return jax.tree.map(lambda x, y: precision.copied(x, jnp.result_type(y)), tree, like)
 
 
+def contains(tree: Any, kind: type) -> bool:
+    """Whether a node of this class is in a tree."""
+    is_one = lambda x: isinstance(x, kind)  # noqa: E731
+    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+
+
 def choose(predicate: Any, tree: Any, other: Any) -> Any:
     """The leaves of one of two trees, in at least float32."""
 

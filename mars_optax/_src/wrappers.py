@@ -118,8 +118,7 @@ def ignore_absent_gradients(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = inner.init(params)
-        is_multi = lambda x: isinstance(x, optax.MultiStepsState)  # noqa: E731
-        if any(map(is_multi, jax.tree.leaves(state, is_leaf=is_multi))):
+        if trees.contains(state, optax.MultiStepsState):
             raise ValueError(
                 "`inner`: expected a transformation that gets every gradient, got one inside "
                 "`optax.MultiSteps`. Pass its optimizer, and put `MultiSteps` around this."
@@ -128,11 +127,12 @@ def ignore_absent_gradients(
         nodes = states.with_previous_gradient(state)
         kept = [path for node in nodes for path in states.previous_gradients(node)]
         if paths and not paths.intersection(kept):
-            which = "it at other paths" if kept else "none"
+            which, one = "none", "one with `correction='approx'` and `keep_prev_grad=True`"
+            if kept:
+                which, one = "it at other paths", "one that keeps paths, unlike `optax.flatten`"
             raise ValueError(
                 "`inner`: expected a transformation that keeps a previous gradient, got one that "
-                f"keeps {which}. Pass one with `correction='approx'` and `keep_prev_grad=True`, or "
-                "use it without this wrapper."
+                f"keeps {which}. Pass {one}, or use it without this wrapper."
             )
         return state
 

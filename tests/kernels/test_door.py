@@ -1,6 +1,5 @@
-"""The one door to the kernels: the package without their folder, and what only XLA takes."""
+"""The one door to the kernels: the package without their folder."""
 
-import dataclasses
 import os
 import pathlib
 import shutil
@@ -8,14 +7,9 @@ import subprocess
 import sys
 import tempfile
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 
 import mars_optax
-from mars_optax._src import execute
-from tests.support import interpreter
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -79,37 +73,6 @@ class WithoutKernelsTest(absltest.TestCase):
                 text=True,
             )
         self.assertEqual(result.returncode, 0, result.stderr)
-
-
-def _leaf(factor: object) -> execute.Leaf:
-    operands = (jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3)))
-    return execute.Leaf(operands, (jnp.float32,), factor, {0: 1})
-
-
-class FactorTest(parameterized.TestCase):
-    def test_xla_hands_a_tree_of_factors_to_the_function(self):
-        factor = {"clip": None, "gamma": jnp.asarray([[2.0], [3.0]])}
-        plain = dataclasses.replace(_leaf(factor), factor=None)
-
-        def fn(operands, factor, scalars):
-            x, y = operands
-            return (x + (0 if factor is None else factor["gamma"]) * y + scalars[0],)
-
-        for implementation in (None, "xla"):
-            (first,), (second,) = execute.elementwise(
-                fn, [_leaf(factor), plain], [jnp.float32(1)], implementation
-            )
-            np.testing.assert_array_equal(first, [[3, 4, 5], [7, 8, 9]])
-            np.testing.assert_array_equal(second, [[1, 2, 3], [4, 5, 6]])
-
-    @interpreter.always()
-    def test_kernels_refuse_a_tree_of_factors(self):
-        if jax.__version_info__ < (0, 10):
-            self.skipTest("the interpreter needs JAX 0.10")
-        leaf = _leaf((jnp.ones((1, 1)), jnp.ones((2, 1))))
-        self.assertEqual(set(leaf.dtypes), {"float32"})
-        with self.assertRaisesRegex(NotImplementedError, "gamma for each of its matrices.*'xla'"):
-            execute.elementwise(lambda x, *_: x[:1], [leaf], [], "pallas")
 
 
 if __name__ == "__main__":
