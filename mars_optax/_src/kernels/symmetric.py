@@ -106,14 +106,10 @@ def product(
     of_matrix = blocks * (blocks + 1) // 2
     programs = min(tuning.programs, batch * of_matrix)
 
-    def shared(*shape: int) -> Any:
-        tiling = plgpu.TilingTransform((8, _SWIZZLED)), plgpu.SwizzleTransform(128)
-        return plgpu.SMEM(shape, x.dtype, transforms=tiling)
-
     scratch = {
-        "lhs": shared(stages, block, depth),
-        "rhs": shared(stages, block, depth),
-        "written": shared(warpgroups, tuning.parts, side, side),
+        "lhs": swizzled((stages, block, depth), x.dtype),
+        "rhs": swizzled((stages, block, depth), x.dtype),
+        "written": swizzled((warpgroups, tuning.parts, side, side), x.dtype),
         # Each group waits for its own blocks: a barrier must not complete twice between two waits.
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=tuning.groups * stages),
         "emptied": plgpu.Barrier(num_arrivals=tuning.parts, num_barriers=stages),
@@ -212,7 +208,7 @@ def product(
                 def write_transposed() -> None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     for s, value in enumerate(values):
-                        _write_transposed(buffer.at[s], value)
+                        write_transposed(buffer.at[s], value)
                     plgpu.commit_smem()
                     for s, columns in enumerate(squares):
                         plgpu.copy_smem_to_gmem(buffer.at[s], out_ref.at[matrix, columns, rows])
@@ -256,6 +252,12 @@ def product(
     return run(x) if coefficients is None else run(x, coefficients.astype(jnp.float32))
 
 
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for matrices of 16 bits, as products and transposes take them."""
+    tiling = plgpu.TilingTransform((8, _SWIZZLED)), plgpu.SwizzleTransform(128)
+    return plgpu.SMEM(shape, dtype, transforms=tiling)
+
+
 def _registers(warpgroups: int) -> int:
     """Of a thread that computes: what a launch gives to all, less what the loading ones keep."""
     # Asking for more than there is would wait for ever.
@@ -271,7 +273,8 @@ def _identity(side: int) -> jax.Array:
     return (rows == columns).astype(jnp.float32)
 
 
-def _write_transposed(ref: Any, value: jax.Array) -> None:
+def write_transposed(ref: Any, value: jax.Array) -> None:
+    """Writes the transpose of a matrix, laid out as a product, to swizzled memory."""
     if not _TRANSPOSES:
         value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
     ref.transpose((1, 0))[...] = value
