@@ -17,6 +17,9 @@ Elementwise = Callable[[tuple[Any, ...], Any, tuple[Any, ...]], tuple[Any, ...]]
 # (operands, scalars, dtype) -> the array whose norms are taken, elementwise and of that dtype.
 Normed = Callable[[tuple[Any, ...], tuple[Any, ...], Any], jax.Array]
 
+# An array, or None where no kernel knows how it lies, and a divisor of shape (1, ...).
+Source = tuple[Any, jax.Array]
+
 _INTERPRET: Final = "MARS_OPTAX_PALLAS_INTERPRET"
 # Those that kernels read and write.
 _DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
@@ -143,6 +146,22 @@ def newton_schulz(
     message = _message if implementation == "pallas" else None
     result: jax.Array = _kernels().newton_schulz(iterated, x, table, is_interpreted(), message)
     return result
+
+
+def stacked(stacks: Sequence[jax.Array], sources: Sequence[Source]) -> jax.Array:
+    """Stacks of matrices as one, by a kernel from what they were made of, or by XLA.
+
+    `sources`, if any, has of each stack of one matrix that matrix, which may be turned, before it
+    was divided and rounded.
+    """
+    matrices = [x for x, _ in sources]
+    if len(stacks) == 1:
+        return stacks[0]
+    is_known = bool(matrices) and all(x is not None for x in matrices)
+    if is_known and kernels_are_faster(matrices) and _kernels().can_stack(stacks[0], matrices):
+        result: jax.Array = _kernels().stacked(stacks, sources, is_interpreted())
+        return result
+    return jnp.concatenate(stacks)
 
 
 def kernels_are_faster(operands: Sequence[Any], is_local: bool = False) -> bool:

@@ -59,9 +59,11 @@ class Orthogonalization:
             by = self.implementation if is_known and self.precision is None else "xla"
             return execute.newton_schulz(run, stack, coeffs, by, is_local)
 
-        normalize = functools.partial(newton_schulz.normalized, eps=self.eps, dtype=self.dtype)
-        normalized = [normalize(x, a.norm_axes) for x, a in rows]
-        iterates = stacks.map_stacks(fn, normalized, axes, constants)
+        divisors = [newton_schulz.divisor(x, a.norm_axes, self.eps) for x, a in rows]
+        pairs = list(zip(leaves, divisors, strict=True))
+        normalized = [newton_schulz.divided(*pair, self.dtype) for pair in pairs]
+        sources = None if self.implementation == "xla" else pairs
+        iterates = stacks.map_stacks(fn, normalized, axes, constants, sources)
         return [y.astype(x.dtype) for x, y in zip(leaves, iterates, strict=True)]
 
     @staticmethod

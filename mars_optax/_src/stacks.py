@@ -7,7 +7,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from mars_optax._src import mesh, partition, reshard
+from mars_optax._src import execute, mesh, partition, reshard
 
 # Elements of a stack: they fill a GPU many times; beside the leaves two or three are needed.
 LARGEST: Final = 1 << 28
@@ -18,22 +18,27 @@ def map_stacks(
     leaves: Sequence[jax.Array],
     axes: Sequence[partition.Axes],
     constants: Sequence[jax.Array] = (),
+    sources: Sequence[execute.Source] | None = None,
 ) -> list[jax.Array]:
     """Applies a function of a stack of matrices to the matrices of leaves, sharded as they were.
 
     `fn`, a `reshard.StackFn`, makes of a stack (slices, short, long) and `constants`, which every
     device has, a stack of that shape, each matrix on its own; zeros stay zeros. Leaves of both
     orientations share a stack, and `axes` says of each which are those of its matrices. `fn` must
-    capture no array.
+    capture no array. `sources` says of each leaf which array by which divisor it is, where kernels
+    may make a stack of those.
     """
     stacks = [_stack(x, a) for x, a in zip(leaves, axes, strict=True)]
+    pairs = zip(sources or [], axes, strict=False)
+    matrices = [(_matrix(x, a), divisor) for (x, divisor), a in pairs]
     groups: dict[Any, list[int]] = {}
     for i, stack in enumerate(stacks):
         groups.setdefault(_key(i, stack), []).append(i)
     results: dict[int, jax.Array] = {}
     for group in groups.values():
         for chunk in _chunks(group, [stacks[i].size for i in group]):
-            joined = _joined(fn, [stacks[i] for i in chunk], constants)
+            mine = [matrices[i] for i in chunk if matrices]
+            joined = _joined(fn, [stacks[i] for i in chunk], constants, mine)
             results.update(zip(chunk, joined, strict=True))
     return [_leaf(results[i], x, a) for i, (x, a) in enumerate(zip(leaves, axes, strict=True))]
 
@@ -44,6 +49,13 @@ def _stack(x: jax.Array, axes: partition.Axes) -> jax.Array:
     is_simple = len(axes.reduction) == len(axes.output) == 1 and len(axes.batch) <= 1
     stack = axes.to_stack(x if is_simple else mesh.whole(x))
     return jnp.swapaxes(_in_rows(stack), 1, 2) if stack.shape[1] > stack.shape[2] else stack
+
+
+def _matrix(x: jax.Array, axes: partition.Axes) -> jax.Array | None:
+    """A leaf as the matrix that it is in memory, if it is one and `_stack` turns it if it is tall."""
+    order = axes.batch + axes.reduction + axes.output
+    slices, *shape = axes.stack_shape(x.shape)
+    return x.reshape(shape) if slices == 1 and order == tuple(range(x.ndim)) else None
 
 
 def _leaf(stack: jax.Array, like: jax.Array, axes: partition.Axes) -> jax.Array:
@@ -90,14 +102,17 @@ def _chunks(group: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _joined(
-    fn: reshard.StackFn, stacks: Sequence[jax.Array], constants: Sequence[jax.Array]
+    fn: reshard.StackFn,
+    stacks: Sequence[jax.Array],
+    constants: Sequence[jax.Array],
+    matrices: Sequence[Any] = (),
 ) -> Sequence[jax.Array]:
     """The results for some leaves by one call of `fn`."""
     is_explicit = mesh.explicit(stacks[0]) is not None
     is_local = mesh.is_local(stacks[0]) or not stacks[0].size
     if not is_explicit and not is_local and mesh.has_partitioner():
         return reshard.by_partitioner(fn, stacks, constants)
-    stack = jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
+    stack = execute.stacked(stacks, matrices)
     run = reshard.by_types if is_explicit else _in_pieces
     return reshard.split(run(fn, stack, constants), stacks)
 

@@ -26,6 +26,9 @@ _INTERPRETS: Final = (0, 11)
 # Rows of matrices from which on kernels make symmetric products faster, and for which they are.
 _SHORTEST: Final = 576
 _LEAST: Final = 32
+# Rows and columns of which a stack has whole squares, and most leaves of a launch.
+_SIDE: Final = 64
+_MOST: Final = 64
 # A Hopper GPU's multiprocessors, each of which computes one tile of so many rows at a time.
 _AT_ONCE: Final = 132
 _TILE: Final = 128
@@ -116,6 +119,32 @@ def products_are_faster(x: jax.Array) -> bool:
     are_few = slices * (-(-rows // _TILE)) ** 2 <= 2 * _AT_ONCE
     is_large = rows >= _SHORTEST and not is_padded and not are_few
     return is_large and has_products(x, interpret=False)
+
+
+def can_stack(stack: jax.Array, matrices: Sequence[jax.Array]) -> bool:
+    """Whether there is a kernel that makes a stack of matrices like the one of a first stack."""
+    is_square = all(size % _SIDE == 0 for size in stack.shape[1:])
+    is_rounded = str(stack.dtype) in ("bfloat16", "float16")
+    are_known = all(str(x.dtype) == "float32" for x in matrices)
+    return is_square and is_rounded and are_known and len(matrices) <= _MOST and stack.size > 0
+
+
+def stacked(stacks: Sequence[jax.Array], sources: Sequence[Any], interpret: bool) -> jax.Array:
+    """Stacks of one matrix each as one: by XLA of them, on GPUs of (matrix, divisor)."""
+
+    def gpu(stacks: Sequence[jax.Array], matrices: Any, divisors: jax.Array) -> jax.Array:
+        from mars_optax._src.kernels import gather
+
+        return gather.stacked(matrices, divisors, stacks[0].shape[1:], stacks[0].dtype, interpret)
+
+    def xla(stacks: Sequence[jax.Array], *unused: Any) -> jax.Array:
+        return jnp.concatenate(stacks)
+
+    matrices, divisors = zip(*sources, strict=True)
+    run = mesh.opaque(_by_platform({"cuda": gpu, "default": xla}, interpret), xla)
+    ones = jnp.concatenate([x.reshape(1) for x in divisors])
+    result: jax.Array = run(tuple(stacks), matrices, ones)
+    return result
 
 
 def newton_schulz(

@@ -51,7 +51,7 @@ def stacked(
             value = divided(ref.at[columns, rows], plgpu.Layout.WGMMA)
 
             def write(written: Any) -> None:
-                symmetric.write_transposed(written, value)
+                symmetric.store_transposed(written, value)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(written, out_ref.at[i, rows, columns])
                 plgpu.wait_smem_to_gmem(0)

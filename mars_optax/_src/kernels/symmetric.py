@@ -208,7 +208,7 @@ def product(
                 def write_transposed() -> None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     for s, value in enumerate(values):
-                        write_transposed(buffer.at[s], value)
+                        store_transposed(buffer.at[s], value)
                     plgpu.commit_smem()
                     for s, columns in enumerate(squares):
                         plgpu.copy_smem_to_gmem(buffer.at[s], out_ref.at[matrix, columns, rows])
@@ -273,7 +273,7 @@ def _identity(side: int) -> jax.Array:
     return (rows == columns).astype(jnp.float32)
 
 
-def write_transposed(ref: Any, value: jax.Array) -> None:
+def store_transposed(ref: Any, value: jax.Array) -> None:
     """Writes the transpose of a matrix, laid out as a product, to swizzled memory."""
     if not _TRANSPOSES:
         value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -40,8 +40,8 @@ PRESETS: Final[dict[str, tuple[Triple, ...]]] = {
 _UNROLLED: Final = 10
 
 
-def normalized(x: jax.Array, axes: tuple[int, ...], *, eps: Any, dtype: Any) -> jax.Array:
-    """X / (||X||_F + eps) in `dtype`; the norm over `axes` is taken before, in at least float32."""
+def divisor(x: jax.Array, axes: tuple[int, ...], eps: Any) -> jax.Array:
+    """||X||_F + eps over `axes`, which are kept, in at least float32; 1 where that is 0."""
     real = precision.compute_dtype(x)
     wide = precision.upcast(x, real)
     squares = jnp.sum(jnp.real(wide * jnp.conj(wide)), axis=axes, keepdims=True)
@@ -50,7 +50,12 @@ def normalized(x: jax.Array, axes: tuple[int, ...], *, eps: Any, dtype: Any) -> 
     norm = jnp.where(squares == 0, zero, jnp.sqrt(jnp.where(squares == 0, one, squares)))
     norm = norm + precision.upcast_scalar(eps, real)
     # With eps = 0 a matrix of zeros stays one.
-    result = wide / jnp.where(norm > 0, norm, one)
+    return jnp.where(norm > 0, norm, one)
+
+
+def divided(x: jax.Array, by: jax.Array, dtype: Any) -> jax.Array:
+    """X / `by` in `dtype`, divided in at least float32."""
+    result = precision.upcast(x, by.dtype) / by
     # There is no complex number of lower precision than complex64.
     return result if jnp.iscomplexobj(x) else result.astype(precision.available(dtype))
 
