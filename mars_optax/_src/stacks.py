@@ -52,7 +52,7 @@ def _stack(x: jax.Array, axes: partition.Axes) -> jax.Array:
 
 
 def _matrix(x: jax.Array, axes: partition.Axes) -> jax.Array | None:
-    """A leaf as the matrix that it is in memory, if it is one and `_stack` turns it if it is tall."""
+    """A leaf as the one matrix that it is in memory, which `_stack` turns if it is tall."""
     order = axes.batch + axes.reduction + axes.output
     slices, *shape = axes.stack_shape(x.shape)
     return x.reshape(shape) if slices == 1 and order == tuple(range(x.ndim)) else None

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -41,8 +40,8 @@ def stacked(
             ref, is_turned = leaf_refs[i], leaves[i].shape != shape
 
             def divided(source: Any, layout: Any) -> jax.Array:
-                value = plgpu.load(source, layout=layout, optimized=False)
-                return (value / divisors_ref[i]).astype(dtype)
+                how: Any = {"layout": layout, "optimized": False}
+                return (plgpu.load(source, **how) / divisors_ref[i]).astype(dtype)
 
             if not is_turned:
                 four = plgpu.Layout.WG_STRIDED((SIDE, SIDE), vec_size=4)
@@ -64,10 +63,7 @@ def stacked(
     run = pl.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((len(leaves), *shape), dtype),
-        mesh=plgpu.Mesh(
-            grid=(len(leaves), *(size // SIDE for size in shape)),
-            grid_names=_AXES,
-        ),
+        mesh=plgpu.Mesh(grid=(len(leaves), *(n // SIDE for n in shape)), grid_names=_AXES),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         name="mars_gather",
