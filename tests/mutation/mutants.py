@@ -358,8 +358,8 @@ _LEAF: Final = (
     Mutant(
         "norm_unguarded_division",
         "leaf/newton_schulz.py",
-        "result = wide / jnp.where(norm > 0, norm, one)",
-        "result = wide / norm",
+        "return jnp.where(norm > 0, norm, one)",
+        "return norm",
         "a matrix of zeros is divided by 0 where eps is 0",
         (STACKS + "::IsolationTest::test_a_matrix_of_zeros_stays_one",),
     ),
@@ -1312,8 +1312,8 @@ _VARIANTS: Final = (
     Mutant(
         "norm_of_stack",
         "orthogonalize.py",
-        "normalize(x, a.norm_axes)",
-        "normalize(x, tuple(range(x.ndim)))",
+        "divisor(x, a.norm_axes, ",
+        "divisor(x, tuple(range(x.ndim)), ",
         "one Frobenius norm for a whole stack",
         (
             NEWTON_SCHULZ
