@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "kernels.tiling",
         "partition",
     ),
-    ("kernels.mosaic_gpu", "kernels.mosaic_tpu", "kernels.symmetric"),
+    ("kernels.gather", "kernels.mosaic_gpu", "kernels.mosaic_tpu", "kernels.symmetric"),
     ("kernels.calls",),
     ("execute",),
     ("estimator", "reshard", "run"),
@@ -62,6 +62,7 @@ BESIDE: frozenset[tuple[str, str]] = frozenset(
         ("leaf.correction", "leaf.precision"),
         ("leaf.clipping", "leaf.precision"),
         ("named", "arguments"),
+        ("kernels.gather", "kernels.symmetric"),
         ("leaf.newton_schulz", "leaf.precision"),
         ("leaf.quantization", "leaf.precision"),
         # AdamW is the partner of every variant for the leaves that are no matrices.
