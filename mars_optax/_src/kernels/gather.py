@@ -53,7 +53,7 @@ def stacked(
                 symmetric.store_transposed(written, value)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(written, out_ref.at[i, rows, columns])
-                plgpu.wait_smem_to_gmem(0)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             pl.run_scoped(write, symmetric.swizzled((SIDE, SIDE), dtype))
 
