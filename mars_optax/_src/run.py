@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mars_optax._src import execute, in_shard_map, trees, types
+from mars_optax._src import execute, in_shard_map, mesh, trees, types
 from mars_optax._src.leaf import clipping, precision
 
 # (c, grad, *moments, **scalars) -> (direction, *moments), all elementwise; c is the corrected and
@@ -68,6 +68,7 @@ def run_step(
     axes: Any,
     implementation: types.Implementation | None,
     norms: types.Implementation | None = "xla",
+    apart: bool = False,
     specs: Any = None,
     finish: Finish | None = None,
     **scalars: Any,
@@ -76,7 +77,7 @@ def run_step(
 
     `estimate` is the estimator's, and `moments` are the moving averages, each a tree or None, the
     momentum first. Norms, executed as `norms` says, are over each leaf's `axes`, inside a shard_map
-    divided by `specs`.
+    divided by `specs`. `apart` says that the directions are read leaf by leaf, not written at once.
 
     Returns the directions in at least float32, or with `finish`, which is executed with the step,
     the new parameters; and the new moments in the dtypes of the old ones.
@@ -129,6 +130,9 @@ def run_step(
     if max_norm is not None:
         squares = _squares(updates, estimate, axes, (*moments, params), norms)
         squares = in_shard_map.sum_parts(squares, updates, axes, specs)
+        if apart and mesh.is_for_gpus():
+            # Else XLA makes one fusion of leaves whose norms are of one array, and writes copies.
+            squares = jax.lax.optimization_barrier(squares)
         bounds = [precision.upcast_scalar(max_norm, x.dtype) for x in squares]
         clips = list(map(clipping.factor_of_squares, squares, bounds))
     for decays in (False, True):

@@ -220,9 +220,9 @@ class FusedStepTest(parameterized.TestCase):
             self.assertNotIn("name=mars_", str(jax.make_jaxpr(step)(*arguments)))
         trees.assert_equal(step(*arguments), _by_two_calls(tx, *arguments))
 
-    @parameterized.parameters(("mars", 1), ("lion", 1), ("mars_m", 0))
+    @parameterized.parameters("mars", "lion", "mars_m")
     @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="kernels need JAX 0.10")
-    def test_an_update_takes_the_norms_of_large_matrices_by_kernels(self, name: str, count: int):
+    def test_an_update_takes_the_norms_of_large_matrices_by_kernels(self, name: str):
         rng = np.random.default_rng(0)
         params, grads = (
             {k: jnp.asarray(rng.standard_normal((512, 256)), jnp.float32) for k in "ab"}
@@ -239,7 +239,7 @@ class FusedStepTest(parameterized.TestCase):
             actual = jax.jit(tx.update)(grads, state, params)
         # They share a call; the update is one fusion with what follows, by XLA.
         counts = tuple(jaxpr.count(f"name=mars_{what}") for what in ("norms", "step"))
-        self.assertEqual(counts, (count, 0))
+        self.assertEqual(counts, (1, 0))
         expected = jax.jit(expected.update)(grads, state, params)
         # Newton-Schulz amplifies what the norms' sums round.
         trees.assert_close(actual, expected, rtol=2e-6, atol=1e-4 if name == "mars_m" else 2e-6)

@@ -1,6 +1,7 @@
 """Squares of norms by kernels, against float64: sizes, rows, dtypes, values, transformations."""
 
 import dataclasses
+import functools
 from typing import Any
 from unittest import mock
 
@@ -275,6 +276,21 @@ class NormsTest(parameterized.TestCase):
 
 class StepTest(absltest.TestCase):
     """What a step takes norms of."""
+
+    def test_on_gpus_those_read_one_by_one_share_no_array(self):
+        params = {"x": jnp.ones((2, 3)), "y": jnp.ones((3, 3))}
+        for tx, is_apart in (
+            (mars_optax.scale_by_mars(), False),
+            (mars_optax.scale_by_mars_m(), True),
+        ):
+            for is_for_gpus in (False, True):
+                with mock.patch.object(mesh, "is_for_gpus", return_value=is_for_gpus):
+                    # A function of its own: what was traced before is kept.
+                    update = functools.partial(tx.update)
+                    program = jax.make_jaxpr(update)(params, tx.init(params), params)
+                barriers = [x for x in program.eqns if x.primitive.name == "optimization_barrier"]
+                norms = [x for x in barriers if {y.aval.size for y in x.invars} == {1}]
+                self.assertEqual([len(x.invars) for x in norms], [2] * (is_apart and is_for_gpus))
 
     def _leaf_of(self, tx: Any, grads: Any, params: Any) -> execute.NormLeaf:
         with mock.patch.object(execute, "squares", wraps=execute.squares) as squares:
