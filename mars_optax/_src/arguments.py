@@ -74,8 +74,9 @@ Args:
     ``"pallas"``, kernels for Hopper GPUs and (the elementwise part alone) TPUs; or None, which
     takes them where they were measured to be faster, and XLA elsewhere: on Hopper GPUs with JAX
     0.11, in a compiled program, for Newton-Schulz in 16 bits of several matrices whose shorter
-    side is 576 or more, and, of :func:`mars` and :func:`mars_lion` on one GPU, for the norms of
-    large matrices and, in :func:`fused_step`, small leaves.
+    side is 576 or more; and on one GPU for the norms of large matrices, for what makes one stack
+    of the matrices of many leaves, and for small leaves of :func:`mars` and :func:`mars_lion` in
+    :func:`fused_step`.
   ns_steps: Newton-Schulz iterations, an integer >= 0; 0 leaves the matrix over its Frobenius norm.
   ns_coeffs: ``"quintic"``, ``"polar_express"``, one triple, or one triple per step.
   ns_dtype: The dtype of the iteration.
