@@ -42,7 +42,8 @@ def rule(
     """
     moments = moments or {}
     max_norm, numbers = settings["max_norm"], settings["weight_dimension_numbers"]
-    implementation: types.Implementation | None = settings.get("implementation")
+    # Without one there is nothing to choose XLA by.
+    implementation: types.Implementation | None = settings.get("implementation", "xla")
     checks.max_norm(max_norm)
     checks.choice("implementation", implementation, (None, "xla", "pallas"))
     partition.check_spec(numbers)

@@ -1,5 +1,6 @@
 """One call for the update and its application: the same result, by XLA and by kernels."""
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -243,6 +244,21 @@ class FusedStepTest(parameterized.TestCase):
         expected = jax.jit(expected.update)(grads, state, params)
         # Newton-Schulz amplifies what the norms' sums round.
         trees.assert_close(actual, expected, rtol=2e-6, atol=1e-4 if name == "mars_m" else 2e-6)
+
+    def test_those_without_an_implementation_take_none(self):
+        params = {"a": jnp.ones((512, 256))}
+        for tx, extra_args in (
+            (mars_optax.mars_soap(0.1), {}),
+            (mars_optax.variance_reduced(optax.scale_by_rms(), 0.1), {}),
+            (mars_optax.storm_adamw(0.1, correction_clip=1.0), {"grad_fn": lambda params: params}),
+        ):
+            step = functools.partial(mars_optax.fused_step, tx, **extra_args)
+            with (
+                interpreter.elsewhere(),
+                mock.patch.object(execute, "kernels_are_faster", return_value=True),
+            ):
+                jaxpr = jax.make_jaxpr(step)(params, tx.init(params), params)
+            self.assertNotIn("name=mars_", str(jaxpr))
 
     def test_parameters_and_moments_are_written_over_what_they_were(self):
         tx, kernels = (

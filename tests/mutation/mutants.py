@@ -892,6 +892,14 @@ _ASSEMBLY: Final = (
         (FUSED + "::test_none_are_chosen_beside_newton_schulz0",),
     ),
     Mutant(
+        "kernels_without_a_choice",
+        "transformation.py",
+        'settings.get("implementation", "xla")',
+        'settings.get("implementation")',
+        "optimizers without an `implementation` take kernels, which nothing turns off",
+        (FUSED + "::test_those_without_an_implementation_take_none",),
+    ),
+    Mutant(
         "norms_share_an_array",
         "transformation.py",
         '"apart": inner is not None',
