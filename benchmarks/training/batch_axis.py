@@ -33,10 +33,12 @@ class View:
 _ADAMW, _NADAMW = "adamw:b2=0.99", "nadamw:b2=0.99"
 _MARS, _MARS_9 = "mars:b1=0.95:b2=0.99:gamma=0.1", "mars:b2=0.99:gamma=0.1"
 _MARS_PUBLISHED = "mars:b1=0.95:b2=0.99"
-_EXACT = f"{_MARS}:correction=exact"
+_EXACT, _EXACT_9 = f"{_MARS}:correction=exact", f"{_MARS_9}:correction=exact"
 _MUON, _MARS_M = "muon:b2_1d=0.99", "mars_m:b2_1d=0.99"
 _MUON_9, _MARS_M_9 = f"{_MUON}:beta=0.9", f"{_MARS_M}:b1=0.9"
 _UNCORRECTED = f"{_MARS_M_9}:gamma=0"
+_MARS_M_EXACT = f"{_MARS_M_9}:gamma=0.1:correction=exact"
+_ADAPTIVE, _ROWS = f"{_MARS_M}:gamma=adaptive", "mars_m_rows:b2_1d=0.99"
 _SOAP = "mars_soap:b1=0.95:b2=0.99:b2_1d=0.99"
 # What is shown of the recorded results: at equal numbers of steps, and of tokens.
 STEPS = View(
@@ -45,21 +47,45 @@ STEPS = View(
         _NADAMW: "Nesterov AdamW",
         _MARS: "MARS, b1 0.95",
         _MARS_9: "MARS, b1 0.9",
+        _EXACT_9: "MARS exact, b1 0.9",
         _MUON_9: "Muon, 0.9",
         _MARS_M_9: "MARS-M, b1 0.9",
     },
-    [(_ADAMW, _NADAMW), (_MARS, _NADAMW), (_MARS_9, _NADAMW), (_MARS_M_9, _MUON_9)],
-    ["adamw", _MARS_PUBLISHED, _EXACT, _MUON, _MARS_M, _UNCORRECTED, _SOAP],
+    [
+        (_ADAMW, _NADAMW),
+        (_MARS, _NADAMW),
+        (_MARS_9, _NADAMW),
+        (_EXACT_9, _NADAMW),
+        (_MARS_M_9, _MUON_9),
+    ],
+    [
+        "adamw",
+        _MARS_PUBLISHED,
+        _EXACT,
+        _MUON,
+        _MARS_M,
+        _UNCORRECTED,
+        _MARS_M_EXACT,
+        _ADAPTIVE,
+        _ROWS,
+        _SOAP,
+    ],
     [
         (_MARS_PUBLISHED, _NADAMW),
         (_EXACT, _NADAMW),
         (_EXACT, _MARS),
+        (_EXACT_9, _MARS_9),
+        (_EXACT_9, _ADAMW),
         (_MARS_9, _ADAMW),
         (_UNCORRECTED, _MUON_9),
         (_MARS_M_9, _UNCORRECTED),
+        (_MARS_M_EXACT, _MARS_M_9),
+        (_MARS_M_EXACT, _MUON_9),
         (_MARS_M_9, _MARS_M),
         (_MUON_9, _MUON),
         (_MARS_M, _MUON),
+        (_ADAPTIVE, _MARS_M),
+        (_ROWS, _MARS_M),
         (_SOAP, _MARS_M),
     ],
 )
@@ -68,11 +94,23 @@ TOKENS = View(
         _ADAMW: "AdamW",
         _NADAMW: "Nesterov AdamW",
         _MARS: "MARS, b1 0.95",
-        _MUON: "Muon, 0.95",
-        _MARS_M: "MARS-M, b1 0.95",
+        _MARS_9: "MARS, b1 0.9",
+        _MUON_9: "Muon, 0.9",
+        _MARS_M_9: "MARS-M, b1 0.9",
     },
-    [(_MARS_M, _ADAMW), (_MARS_M, _MUON)],
-    more_pairs=[(_ADAMW, _NADAMW), (_MARS, _NADAMW), (_MARS, _ADAMW)],
+    [(_MARS_M_9, _ADAMW), (_MARS_M_9, _MUON_9)],
+    [_MUON, _MARS_M],
+    [
+        (_ADAMW, _NADAMW),
+        (_MARS, _NADAMW),
+        (_MARS, _ADAMW),
+        (_MARS_9, _NADAMW),
+        (_MARS_9, _ADAMW),
+        (_MARS_M_9, _MARS_M),
+        (_MUON_9, _MUON),
+        (_MARS_M, _ADAMW),
+        (_MARS_M, _MUON),
+    ],
 )
 
 
