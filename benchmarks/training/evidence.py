@@ -68,6 +68,7 @@ TABLES: Mapping[str, Sequence[str]] = {
     "gpt2_33m_8000_h200": ("all",),
     "gpt2_small_572_h200": ("all",),
     "mars_m_gamma_524288_h200": ("all",),
+    "muon_nesterov_524288_h200": ("all",),
     "vision_resnet18_1024_h200": ("all",),
     "vision_resnet18_12_h200": ("main", "mars/gamma", "mars_m/gamma", "mars/convolutions"),
     "vision_vit_20_h200": ("all",),
@@ -155,7 +156,8 @@ PICTURES: Mapping[str, Sequence[Shown]] = {
             "gpt2_small_572_h200",
             "GPT-2 small, one seed: validation loss, nats per token",
             {
-                "mars:b1=0.95:b2=0.99:weight_decay=0.01": "MARS-AdamW",
+                "mars:b1=0.95:b2=0.99:weight_decay=0.01": "MARS, published",
+                "mars:b2=0.99:gamma=0.1": "MARS, b1 0.9",
                 "adamw:b2=0.99": "AdamW",
                 "muon:b2_1d=0.99": "Muon",
                 "mars_m:b2_1d=0.99": "MARS-M",

@@ -94,7 +94,12 @@ class RecordedTest(parameterized.TestCase):
         self.assertEmpty(told - known - {"0.05", "0.95", "0.99"})
 
     def test_losses_and_errors_of_large_batches_are_recorded(self):
-        stems = ("mars_m_gamma_524288_h200", "gpt2_small_572_h200", "vision_resnet18_1024_h200")
+        stems = (
+            "mars_m_gamma_524288_h200",
+            "muon_nesterov_524288_h200",
+            "gpt2_small_572_h200",
+            "vision_resnet18_1024_h200",
+        )
         known = recorded("large_batch_524288_h200").union(*map(recorded, stems))
         # Of AdamW both rates are shown.
         small = evidence.read(evidence.RESULTS / "gpt2_small_572_h200.json")["records"]
@@ -105,8 +110,15 @@ class RecordedTest(parameterized.TestCase):
         answers = page.split("## GPT-2 small")[1].split("<details>")[0]
         rows = "\n".join(re.findall(r"^\|.*\|$", answers, re.MULTILINE))
         told = re.findall(r"(?<![-+.\d])(?:[3-5]\.\d{3}|[12]\d\.\d{2})(?!\d)", rows)
-        self.assertLen(told, 42)
+        self.assertLen(told, 56)
         self.assertEmpty(set(told) - known)
+        gradients = page.split("### Equal numbers of gradients")[1].split("\n## ")[0]
+        rows = re.findall(r"^\|.* steps \|.*$", gradients, re.MULTILINE)
+        for row, stem in zip(rows, ("nadamw_640_{}_h200", "large_batch_{}_h200"), strict=True):
+            for loss, size in zip(
+                re.findall(r"[45]\.\d{3}", row), (8192, 32768, 131072), strict=True
+            ):
+                self.assertIn(loss, recorded(stem.format(size)))
 
     def test_the_readmes_table_has_the_recorded_numbers(self):
         text = (_ROOT / "README.md").read_text()
