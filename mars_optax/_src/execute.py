@@ -17,7 +17,7 @@ Elementwise = Callable[[tuple[Any, ...], Any, tuple[Any, ...]], tuple[Any, ...]]
 # (operands, scalars, dtype) -> the array whose norms are taken, elementwise and of that dtype.
 Normed = Callable[[tuple[Any, ...], tuple[Any, ...], Any], jax.Array]
 
-# An array, or None where no kernel knows how it lies, and a divisor of shape (1, ...).
+# An array, or None where no kernel knows how it lies, and a divisor for each of its matrices.
 Source = tuple[Any, jax.Array]
 
 _INTERPRET: Final = "MARS_OPTAX_PALLAS_INTERPRET"
