@@ -17,7 +17,7 @@ Elementwise = Callable[[tuple[Any, ...], Any, tuple[Any, ...]], tuple[Any, ...]]
 # (operands, scalars, dtype) -> the array whose norms are taken, elementwise and of that dtype.
 Normed = Callable[[tuple[Any, ...], tuple[Any, ...], Any], jax.Array]
 
-# An array, or None where no kernel knows how it lies, and a divisor of shape (1, ...).
+# An array, or None where no kernel knows how it lies, and a divisor for each of its matrices.
 Source = tuple[Any, jax.Array]
 
 _INTERPRET: Final = "MARS_OPTAX_PALLAS_INTERPRET"
@@ -151,14 +151,14 @@ def newton_schulz(
 def stacked(stacks: Sequence[jax.Array], sources: Sequence[Source]) -> jax.Array:
     """Stacks of matrices as one, by a kernel from what they were made of, or by XLA.
 
-    `sources`, if any, has of each stack of one matrix that matrix, which may be turned, before it
-    was divided and rounded.
+    `sources`, if any, which is where `kernels_are_faster`, has of each stack of one matrix that
+    matrix, which may be turned, before it was divided and rounded.
     """
     matrices = [x for x, _ in sources]
     if len(stacks) == 1:
         return stacks[0]
     is_known = bool(matrices) and all(x is not None for x in matrices)
-    if is_known and kernels_are_faster(matrices) and _kernels().can_stack(stacks[0], matrices):
+    if is_known and _kernels().can_stack(stacks[0], matrices):
         result: jax.Array = _kernels().stacked(stacks, sources, is_interpreted())
         return result
     return jnp.concatenate(stacks)

@@ -62,7 +62,8 @@ class Orthogonalization:
         divisors = [newton_schulz.divisor(x, a.norm_axes, self.eps) for x, a in rows]
         pairs = list(zip(leaves, divisors, strict=True))
         normalized = [newton_schulz.divided(*pair, self.dtype) for pair in pairs]
-        sources = None if self.implementation == "xla" else pairs
+        is_wanted = self.implementation != "xla" and execute.kernels_are_faster(leaves)
+        sources = pairs if is_wanted else None
         iterates = stacks.map_stacks(fn, normalized, axes, constants, sources)
         return [y.astype(x.dtype) for x, y in zip(leaves, iterates, strict=True)]
 

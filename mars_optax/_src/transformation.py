@@ -42,7 +42,7 @@ def rule(
     """
     moments = moments or {}
     max_norm, numbers = settings["max_norm"], settings["weight_dimension_numbers"]
-    # Without one there is nothing to choose XLA by.
+    # Optimizers without this argument take no kernels, which nothing could turn off.
     implementation: types.Implementation | None = settings.get("implementation", "xla")
     checks.max_norm(max_norm)
     checks.choice("implementation", implementation, (None, "xla", "pallas"))

@@ -307,6 +307,18 @@ class TransformationsTest(parameterized.TestCase):
         for one, other in zip(actual, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)  # sums in another order
 
+    @parameterized.parameters(*range(4))
+    def test_axes_that_are_merged_may_be_divided(self, divided: int):
+        x = np.random.default_rng(3).standard_normal((8, 8, 8, 16)).astype(np.float32)
+        options: Any = {"dtype": "float32", "steps": 1}
+        options["weight_dimension_numbers"] = MuonDimensionNumbers((0, 1), (2, 3))
+        fn = functools.partial(mars_optax.orthogonalize, **options)
+        mesh, spec = _mesh(_EXPLICIT), P(*(_BOTH if i == divided else None for i in range(4)))
+        with _context(_EXPLICIT, mesh):
+            actual = jax.jit(fn)(jax.device_put(x, NamedSharding(mesh, spec)))
+        self.assertEqual(actual.sharding.spec, spec)
+        np.testing.assert_allclose(actual, jax.jit(fn)(x), rtol=1e-5, atol=1e-5)
+
     @parameterized.parameters(*_TYPES)
     def test_vmap_equals_a_stack(self, kind: str):
         x = np.random.default_rng(2).standard_normal((3, 8, 16, 32)).astype(np.float32)

@@ -798,7 +798,7 @@ _ASSEMBLY: Final = (
     Mutant(
         "rules_of_frozen_refused",
         "partition.py",
-        "isinstance(x, optax.MaskedNode)",
+        "trees.contains(params, optax.MaskedNode)",
         "False",
         "a rule of a frozen parameter is an error",
         (CORNERS,),
@@ -1329,6 +1329,17 @@ _VARIANTS: Final = (
             NEWTON_SCHULZ
             + "::NewtonSchulzOracleTest::test_one_call_on_a_stack_treats_its_matrices_"
             "apart",
+        ),
+    ),
+    Mutant(
+        "sources_where_there_are_no_kernels",
+        "orthogonalize.py",
+        'is_wanted = self.implementation != "xla" and execute.kernels_are_faster(leaves)',
+        'is_wanted = self.implementation != "xla"',
+        "on an explicit mesh leaves whose merged axes are divided are an error",
+        (
+            "tests/contract/test_stacks_on_meshes.py::TransformationsTest::"
+            "test_axes_that_are_merged_may_be_divided1",
         ),
     ),
     Mutant(

@@ -26,8 +26,7 @@ _INTERPRETS: Final = (0, 11)
 # Rows of matrices from which on kernels make symmetric products faster, and for which they are.
 _SHORTEST: Final = 576
 _LEAST: Final = 32
-# Rows and columns of which a stack has whole squares, and most leaves of a launch.
-_SIDE: Final = 64
+# Most leaves of a launch that makes a stack.
 _MOST: Final = 64
 # A Hopper GPU's multiprocessors, each of which computes one tile of so many rows at a time.
 _AT_ONCE: Final = 132
@@ -122,11 +121,11 @@ def products_are_faster(x: jax.Array) -> bool:
 
 
 def can_stack(stack: jax.Array, matrices: Sequence[jax.Array]) -> bool:
-    """Whether there is a kernel that makes a stack of matrices like the one of a first stack."""
-    is_square = all(size % _SIDE == 0 for size in stack.shape[1:])
+    """Whether there is a kernel that makes one stack of matrices; `stack` is that of the first."""
+    is_whole = all(size % tiling.SIDE == 0 for size in stack.shape[1:])
     is_rounded = str(stack.dtype) in ("bfloat16", "float16")
     are_known = all(str(x.dtype) == "float32" for x in matrices)
-    return is_square and is_rounded and are_known and len(matrices) <= _MOST and stack.size > 0
+    return is_whole and is_rounded and are_known and len(matrices) <= _MOST and stack.size > 0
 
 
 def stacked(stacks: Sequence[jax.Array], sources: Sequence[Any], interpret: bool) -> jax.Array:

@@ -9,10 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mars_optax._src.kernels import symmetric
+from mars_optax._src.kernels import symmetric, tiling
 
-# Rows and columns of the square that a program moves, of which a stack has whole ones.
-SIDE: Final = 64
+_SIDE: Final = tiling.SIDE
 _AXES: Final = ("leaf", "row", "column")
 
 
@@ -24,7 +23,7 @@ def stacked(
     Args:
       leaves: float32 matrices (short, long), or (long, short), which are turned.
       divisors: shape=(slices,).
-      shape: (short, long), multiples of `SIDE`.
+      shape: (short, long), a tuple of multiples of `tiling.SIDE`.
       dtype: of the stack, one of 16 bits.
       interpret: whether Pallas's interpreter of GPU kernels runs it, or parameters of that.
     """
@@ -34,17 +33,17 @@ def stacked(
     def body(divisors_ref: Any, *refs: Any) -> None:
         *leaf_refs, out_ref = refs
         leaf, *place = map(lax.axis_index, _AXES)
-        rows, columns = (pl.ds(at * SIDE, SIDE) for at in place)
+        rows, columns = (pl.ds(at * _SIDE, _SIDE) for at in place)
 
         def move(i: int) -> None:
-            ref, is_turned = leaf_refs[i], leaves[i].shape != shape
+            ref = leaf_refs[i]
 
             def divided(source: Any, layout: Any) -> jax.Array:
                 how: Any = {"layout": layout, "optimized": False}
                 return (plgpu.load(source, **how) / divisors_ref[i]).astype(dtype)
 
-            if not is_turned:
-                four = plgpu.Layout.WG_STRIDED((SIDE, SIDE), vec_size=4)
+            if leaves[i].shape == shape:
+                four = plgpu.Layout.WG_STRIDED((_SIDE, _SIDE), vec_size=4)
                 out_ref[i, rows, columns] = divided(ref.at[rows, columns], four)
                 return
             value = divided(ref.at[columns, rows], plgpu.Layout.WGMMA)
@@ -55,7 +54,7 @@ def stacked(
                 plgpu.copy_smem_to_gmem(written, out_ref.at[i, rows, columns])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            pl.run_scoped(write, symmetric.swizzled((SIDE, SIDE), dtype))
+            pl.run_scoped(write, symmetric.swizzled((_SIDE, _SIDE), dtype))
 
         for i in range(len(leaves)):
             pl.when(leaf == i)(functools.partial(move, i))
@@ -63,7 +62,7 @@ def stacked(
     run = pl.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((len(leaves), *shape), dtype),
-        mesh=plgpu.Mesh(grid=(len(leaves), *(n // SIDE for n in shape)), grid_names=_AXES),
+        mesh=plgpu.Mesh(grid=(len(leaves), *(n // _SIDE for n in shape)), grid_names=_AXES),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         name="mars_gather",

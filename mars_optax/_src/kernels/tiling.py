@@ -15,6 +15,8 @@ LARGEST: Final = 2**31 - 1
 _MOST_ROWS: Final = 65535
 # Leaves of a call: each has code of its own in it.
 GROUP: Final = 8
+# Rows and columns of the squares in which a stack is made, of which it has whole ones.
+SIDE: Final = 64
 
 
 class Tiling(NamedTuple):
