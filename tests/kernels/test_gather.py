@@ -98,7 +98,7 @@ class DoorTest(parameterized.TestCase):
         ("beside_a_stack", [(2, 64, 64), (64, 64)], {"reduction": -2}, 0),
         # A square matrix lies in memory as its transpose, which no shape says.
         ("transposed", [(64, 64)] * 2, {"reduction": -1}, 0),
-        ("more_than_a_launch_takes", [(64, 64)] * 65, {}, 0),
+        ("more_than_a_launch_takes", [(64, 64)] * 65, {}, 2),
     )
     def test_which_stacks_a_kernel_makes(self, shapes: Any, options: dict[str, Any], count: int):
         reduction = options.pop("reduction", None)

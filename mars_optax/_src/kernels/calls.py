@@ -125,7 +125,7 @@ def can_stack(stack: jax.Array, matrices: Sequence[jax.Array]) -> bool:
     is_whole = all(size % tiling.SIDE == 0 for size in stack.shape[1:])
     is_rounded = str(stack.dtype) in ("bfloat16", "float16")
     are_known = all(str(x.dtype) == "float32" for x in matrices)
-    return is_whole and is_rounded and are_known and len(matrices) <= _MOST and stack.size > 0
+    return is_whole and is_rounded and are_known and stack.size > 0
 
 
 def stacked(stacks: Sequence[jax.Array], sources: Sequence[Any], interpret: bool) -> jax.Array:
@@ -134,7 +134,10 @@ def stacked(stacks: Sequence[jax.Array], sources: Sequence[Any], interpret: bool
     def gpu(stacks: Sequence[jax.Array], matrices: Any, divisors: jax.Array) -> jax.Array:
         from mars_optax._src.kernels import gather
 
-        return gather.stacked(matrices, divisors, stacks[0].shape[1:], stacks[0].dtype, interpret)
+        like = (stacks[0].shape[1:], stacks[0].dtype)
+        runs = [slice(i, i + _MOST) for i in range(0, len(matrices), _MOST)]
+        parts = [gather.stacked(matrices[run], divisors[run], *like, interpret) for run in runs]
+        return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def xla(stacks: Sequence[jax.Array], *unused: Any) -> jax.Array:
         return jnp.concatenate(stacks)
