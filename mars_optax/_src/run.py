@@ -77,7 +77,7 @@ def run_step(
 
     `estimate` is the estimator's, and `moments` are the moving averages, each a tree or None, the
     momentum first. Norms, executed as `norms` says, are over each leaf's `axes`, inside a shard_map
-    divided by `specs`. `apart` says that the directions are read leaf by leaf, not written at once.
+    divided by `specs`. `apart` says that what comes next reads the directions leaf by leaf.
 
     Returns the directions in at least float32, or with `finish`, which is executed with the step,
     the new parameters; and the new moments in the dtypes of the old ones.
