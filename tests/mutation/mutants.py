@@ -66,6 +66,7 @@ DONATION: Final = "tests/contract/test_donation.py::DonationTest"
 EXECUTE: Final = "tests/kernels/test_execute.py"
 NORMS: Final = "tests/kernels/test_norms.py::NormsTest"
 PRODUCTS: Final = "tests/kernels/test_symmetric.py::DoorTest"
+GATHER: Final = "tests/kernels/test_gather.py::DoorTest::test_which_stacks_a_kernel_makes"
 FUSED: Final = "tests/kernels/test_fused_step.py::FusedStepTest"
 ANY: Final = "tests/test_any_optimizer.py::VarianceReducedTest::test_"
 SOAP: Final = "tests/parity/test_soap.py::"
@@ -890,6 +891,30 @@ _ASSEMBLY: Final = (
         "by is None and",
         "MARS-M takes kernels for small leaves by default, which cost it time",
         (FUSED + "::test_none_are_chosen_beside_newton_schulz0",),
+    ),
+    Mutant(
+        "stacks_of_any_size",
+        "kernels/calls.py",
+        "size % tiling.SIDE == 0",
+        "size > 0",
+        "the kernel for stacks takes matrices that have no whole squares",
+        (GATHER + "_of_other_sizes",),
+    ),
+    Mutant(
+        "stacks_of_transposes",
+        "stacks.py",
+        "slices == 1 and order == tuple(range(x.ndim))",
+        "slices == 1",
+        "the kernel for stacks takes a leaf whose output axis comes first for one that is not turned",
+        (GATHER + "_transposed",),
+    ),
+    Mutant(
+        "leaves_beyond_a_launch",
+        "kernels/calls.py",
+        "range(0, len(matrices), _MOST)",
+        "range(0, _MOST, _MOST)",
+        "of more matrices than a launch takes, the last ones are in no stack",
+        (GATHER + "_more_than_a_launch_takes",),
     ),
     Mutant(
         "kernels_without_a_choice",
