@@ -905,7 +905,7 @@ _ASSEMBLY: Final = (
         "stacks.py",
         "slices == 1 and order == tuple(range(x.ndim))",
         "slices == 1",
-        "the kernel for stacks takes a leaf whose output axis comes first for one that is not turned",
+        "the kernel for stacks takes a leaf for its transpose",
         (GATHER + "_transposed",),
     ),
     Mutant(
