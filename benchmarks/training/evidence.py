@@ -100,7 +100,22 @@ _BEST = {
     "mars_m:b1=0.9:gamma=0.2:b2_1d=0.99": "MARS-M",
     "muon:beta=0.9:b2_1d=0.99": "Muon",
 }
+_AT_LARGE_BATCHES = {
+    "adamw:b2=0.99": "AdamW",
+    "mars:b2=0.99:gamma=0.1": "MARS, b1 0.9",
+    "muon:b2_1d=0.99:beta=0.9": "Muon, 0.9",
+    "mars_m:b2_1d=0.99:b1=0.9": "MARS-M, b1 0.9",
+}
 PICTURES: Mapping[str, Sequence[Shown]] = {
+    "batch_rates": [
+        Shown(
+            f"large_batch_{tokens}_h200",
+            f"{tokens:,} tokens a batch, 320 steps, one seed: validation loss",
+            _AT_LARGE_BATCHES,
+            curves.over_rates,
+        )
+        for tokens in (8192, 131072, 524288)
+    ],
     "text": [
         Shown("gpt2_33m_4000_h200", "4,000 steps: validation loss, nats per token", _BEST),
         Shown("gpt2_33m_8000_h200", "8,000 steps: validation loss, nats per token", _BEST),
