@@ -45,7 +45,6 @@ STEPS = View(
     {
         _ADAMW: "AdamW",
         _NADAMW: "Nesterov AdamW",
-        _MARS: "MARS, b1 0.95",
         _MARS_9: "MARS, b1 0.9",
         _EXACT_9: "MARS exact, b1 0.9",
         _MUON_9: "Muon, 0.9",
@@ -53,13 +52,13 @@ STEPS = View(
     },
     [
         (_ADAMW, _NADAMW),
-        (_MARS, _NADAMW),
         (_MARS_9, _NADAMW),
         (_EXACT_9, _NADAMW),
         (_MARS_M_9, _MUON_9),
     ],
     [
         "adamw",
+        _MARS,
         _MARS_PUBLISHED,
         _EXACT,
         _MUON,
@@ -71,6 +70,7 @@ STEPS = View(
         _SOAP,
     ],
     [
+        (_MARS, _NADAMW),
         (_MARS_PUBLISHED, _NADAMW),
         (_EXACT, _NADAMW),
         (_EXACT, _MARS),
