@@ -1,9 +1,11 @@
 """The Python of the README and of the documentation runs, in the order in which it stands there."""
 
+import inspect
 import pathlib
 import re
 
 import jax
+import optax
 from absl.testing import absltest, parameterized
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -41,6 +43,9 @@ class ReadmeTest(parameterized.TestCase):
     def test_a_page_of_the_documentation_runs(self, name: str):
         if name == "kernels.md" and jax.__version_info__ < (0, 10):
             self.skipTest("kernels need JAX 0.10")
+        muon = inspect.signature(optax.contrib.muon).parameters
+        if name == "large_batches.md" and "consistent_rms" not in muon:
+            self.skipTest("Optax's Muon has no `consistent_rms` yet")
         _run_blocks(_ROOT / "docs" / name)
 
     @parameterized.parameters(*_PAGES)
