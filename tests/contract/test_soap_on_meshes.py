@@ -141,7 +141,8 @@ class MeshTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_an_eager_step_on_explicit_axes(self):
-        mesh = meshes.mesh(AxisType.Explicit)
+        # On eight devices XLA's collectives of eager steps abort now and then, if cores are few.
+        mesh = meshes.mesh(AxisType.Explicit, (2, 1))
         placed = [
             {k: jax.device_put(x, NamedSharding(mesh, _SPECS[k])) for k, x in _grads(t).items()}
             for t in range(4)

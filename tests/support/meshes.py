@@ -12,6 +12,5 @@ def mesh(
     devices = jax.devices("cpu")
     if len(devices) < 8:
         raise absltest.SkipTest("needs eight CPU devices")
-    return jax.make_mesh(
-        shape, ("x", "y"), axis_types=(x_type, y_type or x_type), devices=devices[:8]
-    )
+    mine = devices[: shape[0] * shape[1]]
+    return jax.make_mesh(shape, ("x", "y"), axis_types=(x_type, y_type or x_type), devices=mine)
