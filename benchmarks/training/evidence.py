@@ -100,11 +100,9 @@ _BEST = {
     "mars_m:b1=0.9:gamma=0.2:b2_1d=0.99": "MARS-M",
     "muon:beta=0.9:b2_1d=0.99": "Muon",
 }
+_SHOWN_OVER_RATES = ("AdamW", "MARS, b1 0.9", "Muon, 0.9", "MARS-M, b1 0.9")
 _AT_LARGE_BATCHES = {
-    "adamw:b2=0.99": "AdamW",
-    "mars:b2=0.99:gamma=0.1": "MARS, b1 0.9",
-    "muon:b2_1d=0.99:beta=0.9": "Muon, 0.9",
-    "mars_m:b2_1d=0.99:b1=0.9": "MARS-M, b1 0.9",
+    name: label for name, label in batch_axis.STEPS.labels.items() if label in _SHOWN_OVER_RATES
 }
 PICTURES: Mapping[str, Sequence[Shown]] = {
     "batch_rates": [
