@@ -50,10 +50,8 @@ def started(
     Yields:
       For each child its process and the file that its output goes to.
     """
-    # Without the settings of the test's own process, such as its number of devices.
-    inherited = {
-        k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
-    }
+    # Without the number of devices of the test's own process; with its quick compilation.
+    inherited = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     children: list[tuple[subprocess.Popen, Any]] = []
     with contextlib.ExitStack() as stack:
