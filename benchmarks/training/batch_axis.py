@@ -37,7 +37,15 @@ _EXACT, _EXACT_9 = f"{_MARS}:correction=exact", f"{_MARS_9}:correction=exact"
 _MUON, _MARS_M = "muon:b2_1d=0.99", "mars_m:b2_1d=0.99"
 _MUON_9, _MARS_M_9 = f"{_MUON}:beta=0.9", f"{_MARS_M}:b1=0.9"
 _UNCORRECTED = f"{_MARS_M_9}:gamma=0"
-_MARS_M_EXACT = f"{_MARS_M_9}:gamma=0.1:correction=exact"
+_MARS_M_LARGER = f"{_MARS_M_9}:gamma=0.1"
+_MARS_M_EXACT = f"{_MARS_M_LARGER}:correction=exact"
+_PLAIN = f"{_MUON_9}:nesterov=false"
+# AdamW whose embeddings and norms have so many times the rate of the matrices; and Muon with less.
+_TWO_RATES = {
+    factor: f"mars:gamma=0:b2=0.99:b2_1d=0.99:matrices=hidden:learning_rate_1d={factor}"
+    for factor in (4, 16)
+}
+_ONE_RATE = f"{_MUON_9}:learning_rate_1d=0.03125"
 _ADAPTIVE, _ROWS = f"{_MARS_M}:gamma=adaptive", "mars_m_rows:b2_1d=0.99"
 _SOAP = "mars_soap:b1=0.95:b2=0.99:b2_1d=0.99"
 # What is shown of the recorded results: at equal numbers of steps, and of tokens.
@@ -64,10 +72,14 @@ STEPS = View(
         _MUON,
         _MARS_M,
         _UNCORRECTED,
+        _MARS_M_LARGER,
         _MARS_M_EXACT,
+        _PLAIN,
         _ADAPTIVE,
         _ROWS,
         _SOAP,
+        *_TWO_RATES.values(),
+        _ONE_RATE,
     ],
     [
         (_MARS, _NADAMW),
@@ -77,8 +89,11 @@ STEPS = View(
         (_EXACT_9, _MARS_9),
         (_EXACT_9, _ADAMW),
         (_MARS_9, _ADAMW),
+        (_PLAIN, _MUON_9),
+        (_PLAIN, _UNCORRECTED),
         (_UNCORRECTED, _MUON_9),
         (_MARS_M_9, _UNCORRECTED),
+        (_MARS_M_LARGER, _MARS_M_9),
         (_MARS_M_EXACT, _MARS_M_9),
         (_MARS_M_EXACT, _MUON_9),
         (_MARS_M_9, _MARS_M),
@@ -87,6 +102,10 @@ STEPS = View(
         (_ADAPTIVE, _MARS_M),
         (_ROWS, _MARS_M),
         (_SOAP, _MARS_M),
+        (_SOAP, _ADAMW),
+        *((name, other) for name in _TWO_RATES.values() for other in (_ADAMW, _MUON_9)),
+        (_ONE_RATE, _MUON_9),
+        (_ONE_RATE, _ADAMW),
     ],
 )
 TOKENS = View(
@@ -99,13 +118,16 @@ TOKENS = View(
         _MARS_M_9: "MARS-M, b1 0.9",
     },
     [(_MARS_M_9, _ADAMW), (_MARS_M_9, _MUON_9)],
-    [_MUON, _MARS_M],
+    [_EXACT_9, _MUON, _MARS_M],
     [
         (_ADAMW, _NADAMW),
         (_MARS, _NADAMW),
         (_MARS, _ADAMW),
         (_MARS_9, _NADAMW),
         (_MARS_9, _ADAMW),
+        (_EXACT_9, _MARS_9),
+        (_EXACT_9, _NADAMW),
+        (_EXACT_9, _MUON_9),
         (_MARS_M_9, _MARS_M),
         (_MUON_9, _MUON),
         (_MARS_M, _ADAMW),

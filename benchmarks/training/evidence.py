@@ -68,7 +68,6 @@ TABLES: Mapping[str, Sequence[str]] = {
     "gpt2_33m_8000_h200": ("all",),
     "gpt2_small_572_h200": ("all",),
     "mars_m_gamma_524288_h200": ("all",),
-    "muon_nesterov_524288_h200": ("all",),
     "vision_resnet18_1024_h200": ("all",),
     "vision_resnet18_12_h200": ("main", "mars/gamma", "mars_m/gamma", "mars/convolutions"),
     "vision_vit_20_h200": ("all",),
