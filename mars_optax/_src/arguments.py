@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 _SHARED = r"""
 Args:
-  learning_rate: :math:`\eta_t`, a number or a schedule of the step count, which starts at 0.
+  learning_rate: :math:`\eta_t`, a number >= 0, or a schedule of the step count, which
+    starts at 0.
   b1: Decay rate :math:`\beta_1`, in [0, 1), of the momentum. 0 turns the correction off.
   b2: Decay rate :math:`\beta_2` of the second moment, in [0, 1).
   eps: :math:`\varepsilon` >= 0, added to the root of the second moment after the bias correction.
@@ -39,7 +40,7 @@ Args:
     :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1/(1-\beta_1)`; ``"no_correction"``:
     :math:`c_1 = g_1`, which is the paper's :math:`x_0 = x_1` and what timm does.
   optimize_1d: Whether the other leaves get the variance-reduced rule, too, without values `*_1d`.
-  learning_rate_1d: That of the other leaves, a number or a schedule; None for `learning_rate`.
+  learning_rate_1d: That of the other leaves, alike; None for `learning_rate`.
   b1_1d: Decay rate of their first moment, in [0, 1).
   b2_1d: Decay rate of their second moment, in [0, 1).
   eps_1d: Their epsilon, >= 0; None for `eps`, and for 1e-8 where there is no `eps`.
@@ -100,7 +101,8 @@ Args:
 
 Returns:
   An optimizer. Updates have the parameters' dtypes; decay and learning rate are applied in at least
-  float32. Without parameters, `update` works only if all weight decays that apply are the number 0.
+  float32. Without parameters, `update` works only if `weight_decay`, and
+  `weight_decay_1d` where it is used, are the number 0, whatever leaves there are.
 
 Raises:
   TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at

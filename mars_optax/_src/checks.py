@@ -53,14 +53,15 @@ def at(name: str, value: Any, count: jax.Array) -> Any:
     return precision.upcast_scalar(value)
 
 
-def learning_rate(name: str, value: Any) -> None:
-    """A learning rate: a number that is negative would climb, and let decay grow the parameters."""
-    scalar_or_schedule(name, value)
-    if _is_number(value) and not value >= 0:
-        raise ValueError(
-            f"`{name}`: expected a number >= 0, got {value!r}. Pass a positive one: updates "
-            "have their sign already. To maximize, pass the gradients of minus the objective."
-        )
+def rates(values: Mapping[str, Any]) -> None:
+    """Learning rates, of which negative numbers would climb and let decay grow, and decays."""
+    for name, value in values.items():
+        scalar_or_schedule(name, value)
+        if "learning_rate" in name and _is_number(value) and not value >= 0:
+            raise ValueError(
+                f"`{name}`: expected a number >= 0, got {value!r}. Pass a positive one: updates "
+                "have their sign already. To maximize, pass the gradients of minus the objective."
+            )
 
 
 def decay_rate(name: str, value: Any) -> None:
@@ -371,9 +372,8 @@ def needs_params(params: Any, name: str, decays: dict[str, Any]) -> None:
     for argument, value in decays.items() if params is None else ():
         if not is_zero(value):
             raise ValueError(
-                f"`params`: expected the parameters, got None, and `{argument}`={value!r} of "
-                f"`{name}` decays them. Call `update(grads, state, params)`, or set "
-                f"`{argument}=0.0`."
+                f"`params`: expected the parameters, which `{argument}`={value!r} of `{name}` may "
+                f"decay, got None. Call `update(grads, state, params)`, or set `{argument}=0.0`."
             )
 
 

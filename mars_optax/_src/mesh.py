@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-spec = PartitionSpec
-
 
 def is_one_device() -> bool:
     """Whether there is one device, so that nothing can be sharded."""
@@ -88,7 +86,7 @@ def reshard(x: jax.Array, to: Any) -> jax.Array:
 
 def whole(x: jax.Array) -> jax.Array:
     """An array whose type says that it is sharded, on every device; any other as it is."""
-    return x if explicit(x) is None else reshard(x, spec(*(None,) * x.ndim))
+    return x if explicit(x) is None else reshard(x, PartitionSpec(*(None,) * x.ndim))
 
 
 def laid_out(x: jax.Array, like: jax.Array) -> jax.Array:

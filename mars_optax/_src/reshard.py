@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mars_optax._src import mesh
 
@@ -120,7 +120,7 @@ def by_partitioner(
                     results[i] = result
             return tuple(results)
 
-        return on, local, tuple(places), (*places, *[NamedSharding(on, mesh.spec())] * others)
+        return on, local, tuple(places), (*places, *[NamedSharding(on, PartitionSpec())] * others)
 
     factors = [f"slice{i} short{i} long{i}" for i in range(count)]
     axes = [[f"constant{i}axis{axis}" for axis in range(x.ndim)] for i, x in enumerate(constants)]
@@ -221,4 +221,4 @@ def _moved(x: jax.Array, path: Sequence[_Place]) -> jax.Array:
 
 
 def _spec(place: _Place) -> Any:
-    return mesh.spec(*(part or None for part in place))
+    return PartitionSpec(*(part or None for part in place))

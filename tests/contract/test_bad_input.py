@@ -101,12 +101,15 @@ def _cases():
 class ArgumentTest(parameterized.TestCase):
     @parameterized.named_parameters(*_cases())
     def test_a_wrong_value_is_refused_by_name(self, entry: registry.Entry, bad: Bad):
-        with self.assertRaises((ValueError, TypeError)) as caught:
-            entry.make(**{bad.argument: bad.value}).init(entry.params())
-        message = str(caught.exception)
-        for fragment in (bad.argument, *bad.says):
-            self.assertIn(fragment, message)
-        self.assertGreater(len(message), len(bad.argument) + 20)
+        # Also where it is not used.
+        unused = bad.argument.endswith("_1d") and entry.accepts("optimize_1d")
+        for settings in ({}, {"optimize_1d": True})[: 1 + unused]:
+            with self.assertRaises((ValueError, TypeError)) as caught:
+                entry.make(**{bad.argument: bad.value}, **settings).init(entry.params())
+            message = str(caught.exception)
+            for fragment in (bad.argument, *bad.says):
+                self.assertIn(fragment, message)
+            self.assertGreater(len(message), len(bad.argument) + 20)
 
     def test_every_case_concerns_some_factory(self):
         concerned = {bad.argument for _, _, bad in _cases()}

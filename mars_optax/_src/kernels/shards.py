@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mars_optax._src import mesh
 
@@ -36,7 +36,7 @@ def on_shards(
             )
         ins = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, list(data))
         outs = [(operands[0],) * n_outputs for operands, _ in ins]
-        specs = (mesh.spec(), ins)
+        specs = (PartitionSpec(), ins)
         run = jax.shard_map(local, mesh=on, in_specs=specs, out_specs=outs, check_vma=False)
     elif not mesh.is_local(first):
         if not mesh.has_partitioner():
@@ -58,11 +58,13 @@ def _partitioned(local: Callable[..., Any], data: Data, n_outputs: int) -> Calla
     def partition(on: Any, arg_shapes: Any, unused: Any) -> Any:
         def of(x: Any, first: Any) -> NamedSharding:
             sides = zip(first.sharding.spec, x.shape, first.shape, strict=False)
-            return NamedSharding(on, mesh.spec(*(part if n == m else None for part, n, m in sides)))
+            return NamedSharding(
+                on, PartitionSpec(*(part if n == m else None for part, n, m in sides))
+            )
 
         ins = [jax.tree.map(lambda x, like=leaf[0][0]: of(x, like), leaf) for leaf in arg_shapes[1]]
         outs = [(of(x[0], x[0]),) * n_outputs for x, _ in arg_shapes[1]]
-        return on, local, outs, (NamedSharding(on, mesh.spec()), ins)
+        return on, local, outs, (NamedSharding(on, PartitionSpec()), ins)
 
     # Elementwise: a factor for each axis of each leaf, and one of its own for a side of length 1.
     def factors(x: Any, leaf: int, k: int = 0) -> str:

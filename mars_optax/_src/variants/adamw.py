@@ -150,8 +150,8 @@ def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Makes Optax's Adam, but with state of fixed dtypes, for vectors; None with `optimize_1d`."""
     optimize_1d = settings.get("optimize_1d", False)
     checks.flag("optimize_1d", optimize_1d)
-    if optimize_1d:
-        return None
+    names = ("weight_decay_1d", "learning_rate_1d")
+    checks.rates({key: settings[key] for key in names if settings[key] is not None})
     checks.decay_rate("b1_1d", settings["b1_1d"])
     checks.decay_rate("b2_1d", settings["b2_1d"])
     shared = {"eps", "eps_root", "amsgrad", "mu_dtype", "nu_dtype", "implementation"}
@@ -163,6 +163,8 @@ def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any] | None:
     own |= {"max_norm": None, "weight_dimension_numbers": partition.no_matrices}
     make = functools.partial(scale_by_mars, settings["b1_1d"], settings["b2_1d"], **own)
     make(correction="none")  # wrong arguments fail here
+    if optimize_1d:
+        return None
     return lambda correction: make(correction="none")
 
 
@@ -206,7 +208,7 @@ def mars(
     Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
     :math:`u_t` of :func:`scale_by_mars`, and all other leaves by AdamW with the values `*_1d`. With
     ``correction="none", max_norm=None, optimize_1d=True`` and the same rates and decay it is
-    :func:`optax.adamw`, but for the dtypes of state and arithmetic in low precision.
+    :func:`optax.adamw`, but for dtypes in low precision: of state, arithmetic and updates.
 
     Differences from the reference code: leaves of rank >= 3 are matrices, clipped as a whole, not
     AdamW's (which ``weight_dimension_numbers=dimension_numbers_by_path([])`` restores);
