@@ -27,7 +27,10 @@ def cautious(
 
     Args:
       inner: A transformation that returns the ascent-signed direction, without learning rate and
-        decay, such as :func:`scale_by_mars`.
+        decay, such as :func:`scale_by_mars`; the learning rate comes after, as in
+        ``optax.chain(cautious(...), optax.scale_by_learning_rate(0.1))``. An optimizer such as
+        ``optax.adam(0.1)`` has updates of the opposite sign, of which nearly all are dropped; only
+        those of this package are refused.
       rescale: ``"mean"``: :math:`s = \max(\mathrm{mean}[u g > 0], 10^{-3})`, as in timm;
         ``"count"``: :math:`s = (n_{ug > 0} + 1) / n`, as in pytorch_optimizer; ``"none"``:
         :math:`s = 1`.
