@@ -92,6 +92,21 @@ class ValueTest(DiagnoseTestCase):
             measures["corrected_norm"], optax.tree.norm(corrected), rtol=1e-4
         )
 
+    @parameterized.parameters(0.5, 1e3)
+    def test_the_clip_of_the_correction_is_taken_into_account(self, clip):
+        tx = mars_optax.correct_gradients(0.4, 0.9, correction_clip=clip)
+        first, second = _tree(1), _tree(2)
+        state, settings = _after(tx, first), {"gamma": 0.4, "b1": 0.9, "max_norm": None}
+        actual = mars_optax.diagnose(second, state, correction_clip=clip, **settings)
+        corrected, _ = tx.update(second, state)
+        added = optax.tree.norm(jax.tree.map(jnp.subtract, corrected, second))
+        norm = optax.tree.norm(corrected)
+        np.testing.assert_allclose(actual["corrected_norm"], norm, rtol=1e-5)
+        np.testing.assert_allclose(actual["correction_share"], added / norm, rtol=1e-5)
+        free = mars_optax.diagnose(second, state, **settings)
+        is_met = bool(free["corrected_norm"] != actual["corrected_norm"])
+        self.assertEqual(is_met, clip == 0.5)
+
     def test_the_first_step_is_that_of_zeros(self):
         grads, state = _tree(1), _after(mars_optax.mars(0.1, optimize_1d=True))
         actual = mars_optax.diagnose(grads, state)
@@ -204,7 +219,12 @@ class LeftOutTest(DiagnoseTestCase):
 
     def test_wrong_arguments_are_refused_by_name(self):
         state = _after(mars_optax.mars(0.1))
-        for kwargs in ({"b1": 1.0}, {"max_norm": 0.0}, {"gamma": "0.1"}):
+        for kwargs in (
+            {"b1": 1.0},
+            {"max_norm": 0.0},
+            {"gamma": "0.1"},
+            {"correction_clip": 0.0},
+        ):
             (argument,) = kwargs
             with self.assertRaises((ValueError, TypeError)) as caught:
                 mars_optax.diagnose(_tree(1), state, **kwargs)

@@ -232,8 +232,26 @@ class IgnoreAbsentGradientsTest(parameterized.TestCase):
         for nu, old_nu in zip(trees.fields(after, "nu"), trees.fields(before, "nu"), strict=True):
             np.testing.assert_allclose(nu["kernel"], 0.99 * old_nu["kernel"], rtol=1e-6)
 
-    def test_a_leaf_absent_from_the_start_is_as_one_that_begins_later(self):
-        tx = mars_optax.ignore_absent_gradients(mars_optax.correct_gradients(0.4))
+    def test_an_adaptive_gamma_learns_nothing_from_a_leaf_that_is_absent(self):
+        gamma = mars_optax.AdaptiveGamma(decay=0.5, low=-10.0, high=10.0)
+        tx = mars_optax.ignore_absent_gradients(mars_optax.correct_gradients(gamma))
+        _, before = self._run(tx, *map(_tree, (1, 2, 3)))
+        (*_, corrected), after = self._run(tx, *map(_tree, (1, 2, 3)), _sparse(4, "kernel"))
+        np.testing.assert_array_equal(corrected["kernel"], 0.0)
+        old, new = gamma.gammas(before.gamma_state), gamma.gammas(after.gamma_state)
+        np.testing.assert_array_equal(old["kernel"], new["kernel"])
+        for leaf in ("other", "bias"):
+            self.assertGreater(float(jnp.max(jnp.abs(old[leaf] - new[leaf]))), 1e-3)
+        # The momentum that gamma belongs to decays, and so do its parts.
+        for field in ("plain", "effect"):
+            was, now = getattr(before.gamma_state, field), getattr(after.gamma_state, field)
+            np.testing.assert_allclose(now["kernel"], 0.95 * was["kernel"], rtol=1e-6)
+
+    @parameterized.parameters("zeros", "no_correction")
+    def test_a_leaf_absent_from_the_start_is_as_one_that_begins_later(self, first_step):
+        tx = mars_optax.ignore_absent_gradients(
+            mars_optax.correct_gradients(0.4, first_step=first_step)
+        )
         gone = _sparse(5, "kernel")
         (_, corrected), _ = self._run(tx, gone, _tree(1))
         np.testing.assert_allclose(

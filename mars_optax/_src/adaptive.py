@@ -43,10 +43,11 @@ class AdaptiveGamma:
     In exact mode :math:`f_{t+1} = g'_{t+1}`, the next batch's gradient at the parameters of
     :math:`m_t`; in approximate mode, which takes gradients of neighbouring steps for those of one
     point, it is :math:`g_{t+1}`. Both expectations are running averages, taken before the step's
-    own gradients enter, so that :math:`\gamma_t` does not depend on their noise. The clip is left
-    out of account. In the first two steps, before which there is no :math:`w`, gamma is `initial`.
-    It costs two buffers of the parameters' size and dtype and two reductions a step, by XLA, and
-    serves ``correction="approx"`` and ``"exact"``.
+    own gradients enter, so that :math:`\gamma_t` does not depend on their noise. Clips are left
+    out of account. In the first two steps, before which there is no :math:`w`, gamma is `initial`;
+    with ``first_step="no_correction"``, where :math:`w_1 = 0`, in the first three. It costs two
+    buffers of the parameters' size and dtype and two reductions a step, by XLA, and serves
+    ``correction="approx"`` and ``"exact"``.
 
     Attributes:
       decay: Decay rate of the running averages, in [0, 1); default 0.99.

@@ -8,7 +8,8 @@ _SHARED = r"""
 Args:
   learning_rate: :math:`\eta_t`, a number >= 0, or a schedule of the step count, which
     starts at 0.
-  b1: Decay rate :math:`\beta_1`, in [0, 1), of the momentum. 0 turns the correction off.
+  b1: Decay rate :math:`\beta_1`, in [0, 1), of the momentum. 0 turns the corrections ``"approx"``
+    and ``"exact"`` off; the others do not depend on it.
   b2: Decay rate :math:`\beta_2` of the second moment, in [0, 1).
   eps: :math:`\varepsilon` >= 0, added to the root of the second moment after the bias correction.
     With 0 an entry whose gradients have all been 0 becomes NaN, as in :func:`optax.scale_by_adam`.

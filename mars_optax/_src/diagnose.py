@@ -8,7 +8,7 @@ import optax
 
 from mars_optax._src import checks, states
 from mars_optax._src.adaptive import AdaptiveGamma, Gamma
-from mars_optax._src.leaf import correction, precision
+from mars_optax._src.leaf import clipping, correction, precision
 from mars_optax._src.leaf.root import root
 
 
@@ -19,13 +19,14 @@ def diagnose(
     gamma: Gamma = 0.025,
     b1: jax.typing.ArrayLike = 0.95,
     max_norm: jax.typing.ArrayLike | None = 1.0,
+    correction_clip: jax.typing.ArrayLike | None = None,
 ) -> dict[str, jax.Array]:
     r"""Measures what the correction and the clip are about to do with these gradients.
 
     Called before `update`, with the state that `update` will get, it changes nothing; under
     :func:`jax.jit` together with the step, or on its own every hundredth step. With
-    :math:`k = \gamma \beta_1 / (1-\beta_1)`, the sums running over all leaves that keep a previous
-    gradient:
+    :math:`k = \gamma \beta_1 / (1-\beta_1)`, which `correction_clip` may make smaller, the sums
+    running over all leaves that keep a previous gradient:
 
     - ``gradient_norm``: :math:`\lVert g_t \rVert`; over all leaves where none keeps one;
     - ``corrected_norm``: :math:`\lVert c_t \rVert` with :math:`c_t = g_t + k (g_t - g_{t-1})`,
@@ -48,12 +49,13 @@ def diagnose(
       gamma: As the optimizer was given it: a number, a schedule of the state's count, or a rule.
       b1: As the optimizer was given it, in [0, 1).
       max_norm: As the optimizer was given it, > 0 or None.
+      correction_clip: As :func:`correct_gradients` was given it, > 0 or None.
 
     Returns:
       A dictionary of float32 scalars.
 
     Raises:
-      TypeError: If `gamma`, `b1`, `max_norm` or a gradient is of the wrong kind.
+      TypeError: If an argument or a gradient is of the wrong kind.
       ValueError: If one of them is out of its range, or `gamma` is not the state's kind, or a
         gradient has another shape than the one before.
 
@@ -80,6 +82,7 @@ def diagnose(
         checks.scalar_or_schedule("gamma", gamma)
     checks.decay_rate("b1", b1)
     checks.max_norm(max_norm)
+    checks.max_norm(correction_clip, name="correction_clip")
     checks.inexact_leaves(grads, "Gradient")
     flat = jax.tree_util.tree_leaves_with_path(grads)
     by_path = {path: precision.upcast(x, jnp.float32) for path, x in flat}
@@ -92,6 +95,7 @@ def diagnose(
         if rule is not None:
             checks.state_fields(node, {"gamma_state": grads}, "diagnose")
             values = dict(jax.tree_util.tree_leaves_with_path(rule.gammas(node.gamma_state)))
+        rows = []
         for path, stored in states.previous_gradients(node).items():
             if path not in by_path:
                 continue
@@ -100,12 +104,20 @@ def diagnose(
                     f"Gradient {checks.path_string(path)!r}: expected the shape {its} of the "
                     f"previous one in the state, got {got}. Pass what `update` gets."
                 )
-            leaves, g, p = leaves + 1, by_path[path], precision.upcast(stored, jnp.float32)
+            g, p = by_path[path], precision.upcast(stored, jnp.float32)
             if rule is not None:
                 value = values[path].astype(jnp.float32)
                 gammas, matrices = gammas + jnp.sum(value), matrices + value.size
             k = precision.upcast_scalar(correction.correction_coefficient(value, b1), jnp.float32)
-            c = correction.corrected_gradient(g, p, k)
+            rows.append((g, p, k))
+        factor: Any = 1
+        if correction_clip is not None:
+            added = [correction.corrected_gradient(jnp.zeros_like(g), p, k, g) for g, p, k in rows]
+            total = sum((_inner(d, d) for d in added), start=zero)
+            factor = clipping.factor_of_squares(total, correction_clip)
+        leaves += len(rows)
+        for g, p, k in rows:
+            c = correction.corrected_gradient(g, p, k * factor)
             squares = _inner(c, c)
             g_g, p_p, g_p = g_g + _inner(g, g), p_p + _inner(p, p), g_p + _inner(g, p)
             d_d, c_c = d_d + _inner(c - g, c - g), c_c + squares

@@ -182,6 +182,7 @@ class Estimator:
         if self.is_adaptive:
             adapted = self._adapted(updates, prev_grad, state, extra_args, axes)
             k, prev_grad, fields["gamma_state"] = adapted
+            k = self._bounded(updates, prev_grad, updates, k, extra_args)
             corrected = jax.tree.map(_corrected, updates, prev_grad, updates, k)
             return Estimate(corrected, 0.0, is_corrected=True), fields
         k, a = self.coefficient(state.count), updates
@@ -194,9 +195,9 @@ class Estimator:
             prev_grad = trees.choose(is_new, updates, prev_grad)
         elif self.correction_clip is None:
             return Estimate(prev_grad, k), fields
-        if self.correction_clip is not None:
-            k = k * self._factor(updates, prev_grad, a, k, extra_args)
-        corrected = jax.tree.map(functools.partial(_corrected, k=k), updates, prev_grad, a)
+        ks = jax.tree.map(lambda _: k, updates)
+        ks = self._bounded(updates, prev_grad, a, ks, extra_args)
+        corrected = jax.tree.map(_corrected, updates, prev_grad, a, ks)
         if self._is_anchored:
             new = a if self.correction == "svrg" else corrected
             fields["prev_corrected"] = trees.copies(new, like=state.prev_corrected)
@@ -239,15 +240,18 @@ class Estimator:
             return False
         return jnp.asarray(extra_args.get("refresh_anchor", True))
 
-    def _factor(
+    def _bounded(
         self, updates: Any, prev_grad: Any, a: Any, k: Any, extra_args: Mapping[str, Any]
-    ) -> jax.Array:
-        """What scales the correction to its bound."""
+    ) -> Any:
+        """Each leaf's coefficients, by which the whole correction keeps to its bound."""
+        if self.correction_clip is None:
+            return k
         in_shard_map.require_whole(updates, extra_args, "`correction_clip`")
         zeros = jax.tree.map(jnp.zeros_like, updates)
-        added = jax.tree.map(functools.partial(_corrected, k=k), zeros, prev_grad, a)
+        added = jax.tree.map(_corrected, zeros, prev_grad, a, k)
         squares = jnp.asarray(optax.tree.norm(added, squared=True))
-        return clipping.factor_of_squares(squares, self.correction_clip)
+        factor = clipping.factor_of_squares(squares, self.correction_clip)
+        return jax.tree.map(lambda x: x * factor, k)
 
     def _adapted(
         self, updates: Any, prev_grad: Any, state: Any, extra_args: Mapping[str, Any], axes: Any

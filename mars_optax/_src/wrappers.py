@@ -27,7 +27,10 @@ def cautious(
 
     Args:
       inner: A transformation that returns the ascent-signed direction, without learning rate and
-        decay, such as :func:`scale_by_mars`.
+        decay, such as :func:`scale_by_mars`; the learning rate comes after, as in
+        ``optax.chain(cautious(...), optax.scale_by_learning_rate(0.1))``. An optimizer such as
+        ``optax.adam(0.1)`` has updates of the opposite sign, of which nearly all are dropped; only
+        those of this package are refused.
       rescale: ``"mean"``: :math:`s = \max(\mathrm{mean}[u g > 0], 10^{-3})`, as in timm;
         ``"count"``: :math:`s = (n_{ug > 0} + 1) / n`, as in pytorch_optimizer; ``"none"``:
         :math:`s = 1`.
@@ -87,9 +90,12 @@ def ignore_absent_gradients(
     that is dropped, its gradient is 0. The formula of the approximate mode, also in the reference
     code, then is :math:`c_t = -k g_{t-1}`: a step back along the last gradient, and a correction by
     the whole gradient when the parameter returns. In this wrapper a leaf whose gradient is 0
-    everywhere has :math:`c_t = 0` instead, and keeps :math:`g_{t-1}`; its momentum decays as
-    AdamW's does, and steps are counted, the first as any other. Of a stack of experts in one leaf,
-    all have to be absent. What changes gradients, as :class:`optax.MultiSteps`, goes around this.
+    everywhere has :math:`c_t = 0` instead, and keeps :math:`g_{t-1}` and the averages of an
+    :class:`AdaptiveGamma`; its momentum decays as AdamW's does, and steps are counted, the first as
+    any other. So a leaf that comes later than the first step has a previous gradient of 0 then, and
+    :math:`c_t = (1 + k) g_t`, also with ``first_step="no_correction"``. Of a stack of experts in
+    one leaf, all have to be absent. What changes gradients, as :class:`optax.MultiSteps`, goes
+    around this.
 
     Args:
       inner: What keeps a previous gradient, of this package, also in a chain or partition.
@@ -146,11 +152,16 @@ def ignore_absent_gradients(
                 return new
             return jnp.where(absent[path], precision.beside(old, new), new)
 
-        def choose(node: Any, old: Any) -> Any:
-            """The previous gradients of `old` where there is none now, else those of `node`."""
-            names = ("prev_grad", "prev_grad_scale")
+        def kept(node: Any, old: Any, *names: str) -> Any:
             mapped = functools.partial(jax.tree_util.tree_map_with_path, on_leaf)
             return node._replace(**{x: mapped(getattr(node, x), getattr(old, x)) for x in names})
+
+        def choose(node: Any, old: Any) -> Any:
+            """What is made of gradients: that of `old` where there is none now, else of `node`."""
+            if node.gamma_state is not None:
+                gamma_state = kept(node.gamma_state, old.gamma_state, "cross", "square")
+                node = node._replace(gamma_state=gamma_state)
+            return kept(node, old, "prev_grad", "prev_grad_scale")
 
         # With a previous gradient of 0 the correction of a gradient of 0 is 0.
         def without(node: Any) -> Any:

@@ -119,6 +119,15 @@ class RecursionTest(parameterized.TestCase):
                 rtol=1e-11,
             )
 
+    @parameterized.parameters(("zeros", 2), ("no_correction", 3))
+    def test_the_first_steps_have_the_initial_gamma(self, first_step, steps):
+        tx = mars_optax.correct_gradients(RULE, B1, first_step=first_step)
+        state = tx.init(jnp.zeros(3))
+        for t in range(steps + 1):
+            (gamma,) = RULE.gammas(state.gamma_state)
+            self.assertEqual(float(gamma) == RULE.initial, t < steps)
+            _, state = tx.update(jnp.arange(3.0) + t, state)
+
     @parameterized.product(
         name=["mars", "mars_lion", "mars_m", "mars_shampoo"], optimize_1d=[False, True]
     )

@@ -177,6 +177,16 @@ class FormulaTest(EstimatorTestCase):
         self.assertLen(traces, 1)
         _close(jax.tree.map(lambda *x: jnp.stack(x), *history), expected)
 
+    @parameterized.parameters(*CORRECTIONS)
+    def test_without_momentum_only_the_corrections_of_mars_are_off(self, correction):
+        """What the description of `b1` says of 0."""
+        tx = mars_optax.correct_gradients(GAMMA, 0.0, correction=correction)
+        params, grads = _tree(0), _tree(1)
+        _, state = tx.update(_tree(2), tx.init(params), params, grad_fn=lambda _: _tree(3))
+        corrected, _ = tx.update(grads, state, params, grad_fn=lambda _: _tree(4))
+        is_off = correction in ("none", "approx", "exact")
+        self.assertEqual(bool(jnp.all(corrected["kernel"] == grads["kernel"])), is_off)
+
     def test_where_the_snapshot_is_the_parameters_the_estimate_is_the_anchor(self):
         params, anchor = _tree(0), _tree(1)
         for correction in ANCHORED:

@@ -309,6 +309,26 @@ class RoundingTest(parameterized.TestCase):
         np.testing.assert_allclose(size, 32**0.5, rtol=0.01)
         self.assertLess(np.linalg.norm(directions[0] - directions[1]), 0.1 * size)
 
+    def test_rounding_decides_the_basis_of_the_null_space_and_nothing_else(self):
+        """What the docstring says: another basis of it is as good, and full rank ends it."""
+        grads = np.random.default_rng(0).normal(size=(4, 4, 6)).astype(np.float32)
+        tx = mars_optax.mars_soap(0.1, precondition_frequency=1)
+        _, first = tx.update(grads[0], tx.init(grads[0]), grads[0])
+        basis = np.array(first.inner_state.right_basis[0])
+        null = basis[:, 4:]
+        np.testing.assert_allclose(grads[0] @ null, 0.0, atol=1e-5)
+        turned = np.concatenate([basis[:, :4], null @ [[0.6, -0.8], [0.8, 0.6]]], axis=1)
+        inner = first.inner_state._replace(right_basis=jnp.asarray(turned[None], jnp.float32))
+        after = []
+        for state in (first, first._replace(inner_state=inner)):
+            updates, state = tx.update(grads[1], state, grads[0])
+            after.append((updates, state))
+        (updates, state), (others, _) = after
+        self.assertGreater(float(jnp.max(jnp.abs(updates - others))), 0.01)
+        eager, _ = tx.update(grads[2], state, grads[0])
+        compiled, _ = jax.jit(tx.update)(grads[2], state, grads[0])
+        np.testing.assert_allclose(eager, compiled, atol=1e-5)
+
 
 class RangeTest(parameterized.TestCase):
     def test_one_outlier_does_not_end_the_training(self):

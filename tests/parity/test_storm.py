@@ -182,6 +182,22 @@ class EstimatorTest(parameterized.TestCase):
         added = jax.tree.map(jnp.subtract, corrected, grads)
         self.assertAlmostEqual(float(optax.tree.norm(added)), 0.3, delta=1e-12)
 
+    @parameterized.parameters(0.3, 1e3)
+    def test_the_clip_bounds_the_correction_of_an_adaptive_gamma(self, clip):
+        grads, gamma = _tree(1), mars_optax.AdaptiveGamma(initial=0.5)
+        free, bounded = (
+            mars_optax.correct_gradients(gamma, correction_clip=x) for x in (None, clip)
+        )
+        (c, state), (bounded_c, bounded_state) = (
+            tx.update(grads, tx.init(grads)) for tx in (free, bounded)
+        )
+        trees.assert_equal(bounded_state, state)
+        added, its = (jax.tree.map(jnp.subtract, x, grads) for x in (c, bounded_c))
+        norm = optax.tree.norm(added)
+        self.assertBetween(float(norm), 1.0, 100.0)  # so that both cases are met
+        scaled = optax.tree.scale(jnp.minimum(1.0, clip / norm), added)
+        trees.assert_close(its, scaled, rtol=1e-10, atol=1e-12)
+
     @parameterized.parameters((1e30, 1.0), (1e200, 0.0))
     def test_an_outlier_leaves_no_more_behind_than_the_clip(self, scale, left):
         """As in the clip of a leaf, what has a norm that overflows becomes 0."""

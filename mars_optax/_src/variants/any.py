@@ -67,8 +67,10 @@ def variance_reduced(
     Args:
       inner: An Optax transformation that makes directions of gradients and does not change their
         sign, such as :func:`optax.scale_by_adam`: with state of any shape, without learning rate
-        and decay. It sees the matrices alone, in at least float32, and
-        :class:`optax.MaskedNode` in place of other leaves. Its state keeps the dtypes of `init`.
+        and decay. An optimizer such as ``optax.adam(0.1)`` in its place would climb, as its updates
+        have the opposite sign; only those of this package are refused. It sees the matrices
+        alone, in at least float32, and :class:`optax.MaskedNode` in place of other leaves. Its
+        state keeps the dtypes of `init`.
       b1: Decay rate of the momentum in `inner`, in [0, 1), which the correction's coefficient
         :math:`\gamma \beta_1 / (1-\beta_1)` shares.
       optimize_1d: Whether `inner` gets all leaves. The values `*_1d` are not used then.

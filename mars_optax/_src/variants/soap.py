@@ -352,7 +352,10 @@ def mars_soap(
 
     Matrices are updated by :math:`x_{t+1} = x_t - \eta_t (u_t + \lambda x_t)` with the direction
     :math:`u_t` of :func:`scale_by_mars_soap`, which is 0 at the first step, and all other leaves by
-    AdamW with the values `*_1d`.
+    AdamW with the values `*_1d`. While the gradients so far have a lower rank than a side is long,
+    as after the first one of a matrix that is not square, rounding decides a part of each new
+    basis: two programs, such as an eager and a jitted one, may part by a step or more. From one
+    state with preconditioners of full rank they agree to rounding.
 
     Args:
       weight_dimension_numbers: ... None: leaves of exactly rank 2. Embeddings and output layers are
