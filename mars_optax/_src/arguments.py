@@ -18,11 +18,13 @@ Args:
     too (that of the root of 0 is taken for 0). They take an 8-bit `prev_grad` for a constant.
   gamma: Scale :math:`\gamma_t` of the correction: a number (may be negative); a schedule of the
     step count, which starts at 0; or, for ``"approx"`` and ``"exact"``, an :class:`AdaptiveGamma`,
-    a rule for each matrix. Under ``"storm"`` the weight of the fresh gradient, usually in (0, 1].
+    a rule for each matrix. Under ``"storm"`` the weight of the fresh gradient, usually in (0, 1];
+    without effect under ``"none"``, ``"sarah"`` and ``"svrg"``.
     The coefficient is computed in at least float32 from what arrives;
     :func:`optax.inject_hyperparams` rounds it to the parameters' dtype before, unless its
     ``hyperparam_dtype`` says otherwise.
-  alpha: Coefficient :math:`\alpha_t` of ``correction="svrg"``, a number or a schedule.
+  alpha: Coefficient :math:`\alpha_t` of ``correction="svrg"``, a number or a schedule; without
+    effect under the others.
   inner: An Optax transformation of the corrected and clipped gradients into directions.
   weight_decay: :math:`\lambda` of the matrices, a number or a schedule.
   mask: Which leaves decay: a tree of bools, a prefix of the parameters, or a callable that makes
@@ -40,7 +42,8 @@ Args:
   first_step: ``"zeros"``: the previous gradient is 0, as in the reference code, so that
     :math:`c_1 = (1 + k) g_1` with :math:`k = \gamma \beta_1/(1-\beta_1)`; ``"no_correction"``:
     :math:`c_1 = g_1`, which is the paper's :math:`x_0 = x_1` and what timm does.
-  optimize_1d: Whether the other leaves get the variance-reduced rule, too, without values `*_1d`.
+  optimize_1d: Whether the other leaves get the variance-reduced rule, too. The values
+    `*_1d` are checked, but not used then.
   learning_rate_1d: That of the other leaves, alike; None for `learning_rate`.
   b1_1d: Decay rate of their first moment, in [0, 1).
   b2_1d: Decay rate of their second moment, in [0, 1).
@@ -103,7 +106,7 @@ Args:
 Returns:
   An optimizer. Updates have the parameters' dtypes; decay and learning rate are applied in at least
   float32. Without parameters, `update` works only if `weight_decay`, and
-  `weight_decay_1d` where it is used, are the number 0, whatever leaves there are.
+  `weight_decay_1d` where it is used, are the number 0, whatever leaves and `mask` there are.
 
 Raises:
   TypeError: If an argument is of the wrong kind; at ``init``, if a parameter is not inexact; at

@@ -187,6 +187,22 @@ class FormulaTest(EstimatorTestCase):
         is_off = correction in ("none", "approx", "exact")
         self.assertEqual(bool(jnp.all(corrected["kernel"] == grads["kernel"])), is_off)
 
+    @parameterized.parameters(*CORRECTIONS)
+    def test_gamma_and_alpha_act_on_the_corrections_that_have_them(self, correction):
+        """What the descriptions of both say."""
+
+        def corrected(gamma=GAMMA, alpha=1.0):
+            tx = mars_optax.correct_gradients(gamma, B1, correction=correction, alpha=alpha)
+            params = _tree(0)
+            _, state = tx.update(_tree(2), tx.init(params), params, grad_fn=lambda _: _tree(3))
+            return tx.update(_tree(1), state, params, grad_fn=lambda _: _tree(4))[0]["kernel"]
+
+        for changed, acts in (
+            (corrected(gamma=7.0), correction in ("approx", "exact", "storm")),
+            (corrected(alpha=7.0), correction == "svrg"),
+        ):
+            self.assertEqual(bool(jnp.any(changed != corrected())), acts)
+
     def test_where_the_snapshot_is_the_parameters_the_estimate_is_the_anchor(self):
         params, anchor = _tree(0), _tree(1)
         for correction in ANCHORED:
