@@ -1,5 +1,6 @@
 """Wrong arguments: every one is refused, and the message says which, what was expected and got."""
 
+import contextlib
 import re
 from typing import Any, NamedTuple
 
@@ -281,6 +282,20 @@ class LeafTest(parameterized.TestCase):
         with self.assertRaises(ValueError) as caught:
             tx.update(entry.grads(), tx.init(entry.params()))
         self.assertIn("params", str(caught.exception))
+
+    @parameterized.parameters(
+        ({}, True),
+        ({"weight_decay": 0.1, "weight_decay_1d": 0.0, "mask": False}, True),
+        ({"weight_decay_1d": None}, False),
+        ({"optimize_1d": True}, False),
+    )
+    def test_the_decays_alone_decide_about_that(self, settings, needs: bool):
+        """Neither leaves nor a mask, as `Returns` says; `optimize_1d` does not use that of 0.1."""
+        params = jnp.ones((3, 2))  # no leaf is a vector
+        tx = mars_optax.mars(1.0, **settings)
+        raises = self.assertRaisesRegex(ValueError, "`params`.* may decay")
+        with raises if needs else contextlib.nullcontext():
+            tx.update(params, tx.init(params))
 
     @parameterized.parameters(*_OPTIMIZERS, *_DIRECTIONS, "correct_gradients")
     def test_gradients_of_another_structure_or_shape_leave_the_state_alone(self, name: str):
