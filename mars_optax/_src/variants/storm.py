@@ -40,7 +40,8 @@ def storm_adamw(
     second evaluation is the point: with the stored gradient of the previous step in its place,
     :math:`c_t - g_t = (1-\gamma_t)(c_{t-1} - g_{t-1}) = \dots = 0`, and nothing is estimated. Each
     step evaluates two gradients; the state keeps the previous parameters and :math:`c_{t-1}`, two
-    buffers more than AdamW's. With ``gamma=1`` it is :func:`optax.adamw`.
+    buffers more than AdamW's. With ``gamma=1`` it is :func:`optax.adamw`, but for dtypes in
+    low precision: of state, arithmetic and updates.
 
     Args:
       gamma: Weight :math:`\gamma_t` of the fresh gradient, usually in (0, 1]; a number or a
@@ -56,6 +57,7 @@ def storm_adamw(
 
     Returns:
       An optimizer. `update` takes the keyword `grad_fn`: from parameters to this batch's gradients.
+      Updates have the parameters' dtypes; decay and learning rate are applied in at least float32.
 
     Examples:
       >>> import jax.numpy as jnp
