@@ -110,6 +110,8 @@ class StateTypesTest(parameterized.TestCase):
         for step in range(2):
             updates, state = tx.update(entry.grads(step, grads_dtype), state, params)
         self.assertEqual(jax.tree.map(jax.typeof, state), before)
+        dtype = params_dtype if entry.kind == "optimizer" else grads_dtype
+        self.assertEqual({x.dtype for x in jax.tree.leaves(updates)}, {jnp.dtype(dtype)})
         self.assertEmpty(trees.weak_leaves((state, updates)))
         self.assertTrue(trees.all_finite((state, updates)))
 
