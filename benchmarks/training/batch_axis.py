@@ -41,11 +41,11 @@ _MARS_M_LARGER = f"{_MARS_M_9}:gamma=0.1"
 _MARS_M_EXACT = f"{_MARS_M_LARGER}:correction=exact"
 _PLAIN = f"{_MUON_9}:nesterov=false"
 # AdamW whose embeddings and norms have so many times the rate of the matrices; and Muon with less.
-_TWO_RATES = {
-    factor: f"mars:gamma=0:b2=0.99:b2_1d=0.99:matrices=hidden:learning_rate_1d={factor}"
+_TWO_RATES = [
+    f"mars:gamma=0:b2=0.99:b2_1d=0.99:matrices=hidden:learning_rate_1d={factor}"
     for factor in (4, 16)
-}
-_ONE_RATE = f"{_MUON_9}:learning_rate_1d=0.03125"
+]
+_LOW_RATE = f"{_MUON_9}:learning_rate_1d=0.03125"
 _ADAPTIVE, _ROWS = f"{_MARS_M}:gamma=adaptive", "mars_m_rows:b2_1d=0.99"
 _SOAP = "mars_soap:b1=0.95:b2=0.99:b2_1d=0.99"
 # What is shown of the recorded results: at equal numbers of steps, and of tokens.
@@ -78,8 +78,8 @@ STEPS = View(
         _ADAPTIVE,
         _ROWS,
         _SOAP,
-        *_TWO_RATES.values(),
-        _ONE_RATE,
+        *_TWO_RATES,
+        _LOW_RATE,
     ],
     [
         (_MARS, _NADAMW),
@@ -106,9 +106,9 @@ STEPS = View(
         (_ROWS, _MARS_M),
         (_SOAP, _MARS_M),
         (_SOAP, _ADAMW),
-        *((name, other) for name in _TWO_RATES.values() for other in (_ADAMW, _MUON_9)),
-        (_ONE_RATE, _MUON_9),
-        (_ONE_RATE, _ADAMW),
+        *((name, other) for name in _TWO_RATES for other in (_ADAMW, _MUON_9)),
+        (_LOW_RATE, _MUON_9),
+        (_LOW_RATE, _ADAMW),
     ],
 )
 TOKENS = View(

@@ -38,9 +38,9 @@ def optimizer(
     the matrix rule takes all leaves. Kernels run only if `settings` have `implementation`.
     """
     rates = {key: settings[key] for key in ("weight_decay", "learning_rate")}
-    checks.rates(rates)
     rates |= {f"{key}_1d": settings.get(f"{key}_1d") for key in rates}
     rates |= {x: rates[x[:-3]] for x in rates if x.endswith("_1d") and rates[x] is None}
+    checks.rates(rates)
     weight_decays = {key: rates[key] for key in rates if "decay" in key}
     if vector_rule is None:
         del weight_decays["weight_decay_1d"]

@@ -1637,8 +1637,8 @@ _VARIANTS: Final = (
     ),
     Mutant(
         "other_rates_unchecked",
-        "variants/adamw.py",
-        "checks.rates({key: settings[key] for key in names if settings[key] is not None})",
+        "variants/shampoo.py",
+        "checks.rates({key: settings[key] for key in unused if settings[key] is not None})",
         "pass",
         "rates of the other leaves are not checked where they are not used",
         ("tests/contract/test_bad_input.py::ArgumentTest",),

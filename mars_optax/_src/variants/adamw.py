@@ -150,8 +150,6 @@ def for_vectors(settings: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Makes Optax's Adam, but with state of fixed dtypes, for vectors; None with `optimize_1d`."""
     optimize_1d = settings.get("optimize_1d", False)
     checks.flag("optimize_1d", optimize_1d)
-    names = ("weight_decay_1d", "learning_rate_1d")
-    checks.rates({key: settings[key] for key in names if settings[key] is not None})
     checks.decay_rate("b1_1d", settings["b1_1d"])
     checks.decay_rate("b2_1d", settings["b2_1d"])
     shared = {"eps", "eps_root", "amsgrad", "mu_dtype", "nu_dtype", "implementation"}

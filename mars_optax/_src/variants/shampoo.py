@@ -168,7 +168,9 @@ def mars_shampoo(
         own = {"eps_root": eps_root, "weight_dimension_numbers": partition.no_matrices}
         vectors = assembly.accepted(adamw.scale_by_mars, {**settings, **own})
         vector_rule = functools.partial(adamw.scale_by_mars, **vectors)
-        settings = {**settings, "learning_rate_1d": None, "weight_decay_1d": None}
+        unused = dict.fromkeys(("learning_rate_1d", "weight_decay_1d"))
+        checks.rates({key: settings[key] for key in unused if settings[key] is not None})
+        settings = {**settings, **unused}
     return assembly.optimizer(
         "mars_shampoo", scale_by_mars_shampoo, settings, MarsShampooState, vector_rule
     )
